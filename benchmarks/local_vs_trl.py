@@ -2,23 +2,25 @@
 
     python3.11 -m venv trl-venv && trl-venv/bin/pip install torch trl peft  # one of its own
     python -m benchmarks.local_vs_trl --trl-python trl-venv/bin/python [--model tiny]
-        [--prompts 8] [--group-size 8] [--steps 6] [--new-tokens 32]
+        [--prompts 8] [--group-size 8] [--steps 10] [--new-tokens 32 128 512]
+        [--prompt-tokens 100 1000] [--dtype float32 bfloat16]
         [--results benchmarks/results/local_vs_trl.json]
 
 Both have the same weights, prompts, group size, threads and machine.
 
 A step is one rollout (``prompts`` x ``group-size`` sampled responses), one reward per response,
-group-normalised advantages and one AdamW step on the clipped GRPO loss without a KL term, in
-float32; full weights, or with ``--lora`` rank 8 adapters on all linear layers. Each side is a
-process of its own that waits for its turn, so steps alternate and a noisy machine disturbs both
-alike; the first step of each is warm-up and left out. Every step also notes its process's CPU
-seconds (``cpu``): a step whose wall time is far above them (times the threads) was held up by
-something else.
+group-normalised advantages and one AdamW step on the clipped GRPO loss without a KL term; full
+weights, or with ``--lora`` rank 8 adapters on all linear layers. Each side is a
+process of its own that waits for its turn, so steps alternate; the first step of each is warm-up
+and left out. All rates are per second of the processor, which other work on the machine moves
+little; wall times are in the results, too. Every combination of the lengths and precisions given is
+a cell, and each finished one is written at once. In ``bfloat16`` our side has bfloat16 weights and
+float32 masters (without ``--lora``), TRL's has float32 weights under autocast.
 
 The prompts are first and second turns of Vault and FrozenLake episodes, new ones every step,
-through the model's chat template. ``tokens`` are the prompt and response tokens of all responses,
-counted once for the rollout and once for the update, on both sides alike, whatever a side really
-computes. Two scenarios:
+through the model's chat template, filled up in front to ``prompt-tokens`` where they are shorter.
+``tokens`` are the prompt and response tokens of all responses, counted once for the rollout and
+once for the update, on both sides alike, whatever a side really computes. Two scenarios:
 
 * ``text``: every response has exactly ``new-tokens`` tokens. TRL has ``min_new_tokens``
   for it, on our side no token ends a response; so neither side pads responses.
@@ -84,7 +86,8 @@ def work_local(job: dict[str, Any]) -> None:
     torch.set_num_threads(job["threads"])
     lora = LoraSettings(rank=8, alpha=16) if job["lora"] else None
     model, tokenizer = load_model(
-        ModelSettings(name=job["model"], device=job["device"], lora=lora), adapters=("actor",)
+        ModelSettings(name=job["model"], dtype=job["dtype"], device=job["device"], lora=lora),
+        adapters=("actor",),
     )
     llm = TransformersLLM(model, tokenizer, adapter="actor" if lora else None)
     if not job["choose"]:
@@ -118,7 +121,7 @@ async def local_step(
         for _ in range(size)
     ]
     generations = await asyncio.gather(*calls)
-    middle = time.perf_counter()
+    middle, rollout_cpu = time.perf_counter(), time.process_time() - spent
     advantages = cell_advantages(
         [reward(g.text) for g in generations],
         [i // size for i in range(len(generations))],
@@ -144,6 +147,7 @@ async def local_step(
     return found | {
         "rollout": middle - begin,
         "update": end - middle,
+        "rollout_cpu": rollout_cpu,
         "cpu": time.process_time() - spent,
         "grad_norm": stats.grad_norm,
     }
@@ -169,8 +173,9 @@ def work_trl(job: dict[str, Any]) -> None:
         """Time the rollout and count its tokens."""
 
         def _generate_and_score_completions(self, inputs: Any) -> Any:
-            begin = time.perf_counter()
+            begin, spent = time.perf_counter(), time.process_time()
             output = super()._generate_and_score_completions(inputs)
+            seen["rollout_cpu"] = time.process_time() - spent
             seen["responses"], seen["rollout"] = (
                 len(output["completion_mask"]),
                 time.perf_counter() - begin,
@@ -199,7 +204,7 @@ def work_trl(job: dict[str, Any]) -> None:
         config = GRPOConfig(
             output_dir=folder,
             use_cpu=job["device"] == "cpu",
-            bf16=False,
+            bf16=job["dtype"] == "bfloat16",
             model_init_kwargs={"dtype": "float32"},
             learning_rate=LEARNING_RATE,
             per_device_train_batch_size=micro,
@@ -324,9 +329,37 @@ def prompts(count: int, prompt_set: str) -> list[dict[str, Any]]:
     return found
 
 
-def measure(options: argparse.Namespace, model: str, *, choose: bool) -> dict[str, Any]:
+def fill(every: list[dict[str, Any]], model: str, tokens: int) -> None:
+    """Put sentences in front of each last message until its prompt has about so many tokens.
+
+    Every prompt has sentences of its own, so that only members of a group share them.
+    """
+    from experiential.llm.models import load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    for number, prompt in enumerate(every):
+        last, count = prompt["messages"][-1], 0
+        while True:
+            missing = tokens - len(
+                tokenizer.apply_chat_template(
+                    prompt["messages"], add_generation_prompt=True, return_dict=False
+                )
+            )
+            if missing <= 0:
+                break
+            said = "".join(
+                f"Lever {number * 1000 + count + i} was dark.\n" for i in range(1 + missing // 20)
+            )
+            count += 1 + missing // 20
+            last["content"] = said + last["content"]
+
+
+def measure(
+    options: argparse.Namespace, model: str, cell: dict[str, Any], *, choose: bool
+) -> dict[str, Any]:
     """Run both sides over the same prompts, steps alternating; return seconds and tokens."""
     every = prompts((options.steps + 1) * options.prompts, options.prompt_set)
+    fill(every, model, cell["prompt_tokens"])
     job = {
         "model": model,
         "lora": options.lora,
@@ -335,7 +368,8 @@ def measure(options: argparse.Namespace, model: str, *, choose: bool) -> dict[st
         "group_size": options.group_size,
         "trl_micro_batch": options.trl_micro_batch,
         "choose": choose,
-        "new_tokens": 8 if choose else options.new_tokens,
+        "new_tokens": 8 if choose else cell["new_tokens"],
+        "dtype": cell["dtype"],
         "steps": [every[i : i + options.prompts] for i in range(0, len(every), options.prompts)],
     }
     steps: dict[str, list[dict[str, Any]]] = {"local": [], "trl": []}
@@ -363,11 +397,11 @@ def summary(steps: dict[str, list[dict[str, Any]]], choose: bool) -> dict[str, A
     Its 95 % interval is a bootstrap over paired steps.
     """
     phases: dict[str, Callable[[dict[str, Any]], float]] = {
-        "rollout": lambda s: s["rollout"],
-        "update": lambda s: s["update"],
-        "total": lambda s: s["rollout"] + s["update"],
+        "rollout": lambda s: s["rollout_cpu"],
+        "update": lambda s: s["cpu"] - s["rollout_cpu"],
+        "total": lambda s: s["cpu"],
     }
-    found: dict[str, Any] = {"unit": "responses/s" if choose else "tokens/s"}
+    found: dict[str, Any] = {"unit": "responses/CPU-s" if choose else "tokens/CPU-s"}
     for phase, seconds in phases.items():
         work = {
             name: [(amount(s, phase, choose), seconds(s)) for s in records]
@@ -425,8 +459,12 @@ def main() -> None:
     )
     parser.add_argument("--prompts", type=int, default=8, help="distinct prompts per step")
     parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=6, help="measured steps, after one of warm-up")
-    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument(
+        "--steps", type=int, default=10, help="measured steps, after one of warm-up"
+    )
+    parser.add_argument("--new-tokens", type=int, nargs="+", default=[32, 128, 512])
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[100, 1000])
+    parser.add_argument("--dtype", nargs="+", default=["float32"], choices=("float32", "bfloat16"))
     parser.add_argument("--prompt-set", default="brief", choices=("brief", "full"))
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -452,9 +490,9 @@ def main() -> None:
 
 
 def report(options: argparse.Namespace) -> None:
-    """Measure, print the ratios, and write the results under the model's name.
+    """Measure cell after cell, print the ratios, and write the results under the model's name.
 
-    Results of other models in the file stay.
+    Results of other models and cells in the file stay.
     """
     import torch
 
@@ -463,16 +501,6 @@ def report(options: argparse.Namespace) -> None:
     if options.lora is None:
         options.lora = options.model == "smollm2"
     model = str(resolve_model(options.model))
-    names = ("text", "action") if options.scenario == "both" else (options.scenario,)
-    found = {name: measure(options, model, choose=name == "action") for name in names}
-    for name, result in found.items():
-        for phase in ("rollout", "update", "total"):
-            r = result[phase]
-            sys.stdout.write(
-                f"{name:7} {phase:8} local {r['local']:9.1f}  trl {r['trl']:9.1f} {result['unit']} "
-                f" ratio {r['ratio']['value']:.2f} [{r['ratio']['low']:.2f},"
-                f" {r['ratio']['high']:.2f}]\n"
-            )
     versions = (
         "import json, torch, transformers, trl; print(json.dumps({m.__name__: m.__version__ for m"
         " in (torch, transformers, trl)}))"
@@ -486,7 +514,6 @@ def report(options: argparse.Namespace) -> None:
             "lora",
             "prompts",
             "group_size",
-            "new_tokens",
             "prompt_set",
             "threads",
             "device",
@@ -499,10 +526,32 @@ def report(options: argparse.Namespace) -> None:
         "torch": torch.__version__,
         "trl_side": json.loads(asked.stdout.splitlines()[-1]),
     }
-    everything = json.loads(options.results.read_text()) if options.results.exists() else {}
-    everything[Path(options.model).name] = {"conditions": conditions, **found}
+    names = ("text", "action") if options.scenario == "both" else (options.scenario,)
+    cells = [
+        {"dtype": dtype, "prompt_tokens": prompt, "new_tokens": new}
+        for dtype in options.dtype
+        for prompt in options.prompt_tokens
+        for new in options.new_tokens
+    ]
     options.results.parent.mkdir(parents=True, exist_ok=True)
-    options.results.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
+    for cell in cells:
+        label = "{dtype} prompt {prompt_tokens} response {new_tokens}".format(**cell)
+        for name in names:
+            if name == "action" and cell["new_tokens"] != options.new_tokens[0]:
+                continue  # its responses are as long as the actions
+            result = measure(options, model, cell, choose=name == "action")
+            for phase in ("rollout", "update", "total"):
+                r = result[phase]
+                sys.stdout.write(
+                    f"{label} {name:7} {phase:8} local {r['local']:9.1f}  trl {r['trl']:9.1f}"
+                    f" {result['unit']}  ratio {r['ratio']['value']:.2f}"
+                    f" [{r['ratio']['low']:.2f}, {r['ratio']['high']:.2f}]\n"
+                )
+            sys.stdout.flush()
+            done = json.loads(options.results.read_text()) if options.results.exists() else {}
+            kept = done.setdefault(Path(options.model).name, {}).setdefault("cells", {})
+            kept.setdefault(label, {})[name] = {"conditions": conditions, **result}
+            options.results.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python -m benchmarks.overhead [--model tiny] [--env vault frozen-lake sokoban]
         [--rounds 12] [--think 48]
+    python -m benchmarks.overhead --step [--model tiny] [--env vault]
 
 Rounds alternate, so that a noisy machine disturbs both arms alike. Nothing is subtracted: a round
 with the bank includes retrieval, injection, the longer prompts, submission, and whatever
@@ -12,6 +13,10 @@ time per round, ``step_ratio`` counts it in. What the actor reads changes what i
 those without. A third arm reads advice that costs nothing to find and keeps nothing: ``bank_ratio``
 is the time with the bank over that, which leaves retrieval, writing and distillation;
 ``advice_ratio`` is that over nothing, the price of reading.
+
+``--step`` measures whole training steps instead, updates included, in seconds of the processor:
+those of the recipe with a bank over those of plain GRPO, and what of it the extractor's update
+is. Its first steps are not counted: the bank is empty, and no sample waits for the extractor.
 """
 
 from __future__ import annotations
@@ -33,10 +38,13 @@ from experiential.agents.actor import ActorAgent
 from experiential.agents.extractor import ExtractorAgent
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
+from experiential.bank.manager_like import NoBank
 from experiential.config import EnvSettings, ModelSettings, OptimSettings
-from experiential.rollout import NoBank, Rollout, TaskSource, world_count
+from experiential.recipe import load_experiment
+from experiential.rollout import Rollout, TaskSource, world_count
 from experiential.training.local import build_runtimes
 from experiential.training.roles import prompt_set_name
+from experiential.training.trainer import Trainer
 from experiential.types import Experience, Hit
 
 ENVIRONMENTS: dict[str, tuple[EnvSettings, dict[str, Any]]] = {
@@ -66,6 +74,17 @@ ARMS = {"without": "none", "advice": "half", "with": "half"}
 """The arms that are timed, and which members of a group are guided."""
 WARM_UP = 2
 """Rounds that are not counted."""
+
+STEPS = {
+    "without": ("grpo", []),
+    "untrained": ("complementary", ["extractor.train=false"]),
+    "with": ("complementary", []),
+}
+"""Runs whose training steps are timed: without a bank, with one, and with the extractor's update
+left out.
+"""
+STEPS_SKIPPED, STEPS_COUNTED = 4, 4
+"""A world is visited in four steps, so four steps hold each visit equally often."""
 
 
 class Handed(NoBank):
@@ -116,8 +135,9 @@ async def measure(
         manager = ExperienceManager(
             bank,
             ExtractorAgent(extractor, prompts=prompts, max_tokens=96),
+            share_queue=False,
             merge_every=0,
-            retrieval={"floor": 0.0},
+            retrieval={"strategy": "diverse", "floor": 0.0},
         )
         arms = {
             name: Rollout(env, env.train, m, make_actor, slots=groups * group_size)
@@ -173,6 +193,32 @@ def ratio(seconds: dict[str, list[float]]) -> dict[str, float]:
     return {"median": float(np.median(a) / np.median(b)), "low": float(low), "high": float(high)}
 
 
+def measure_steps(name: str, model: str, further: list[str]) -> dict[str, Any]:
+    """Measure the processor's seconds per training step of every run in `STEPS`."""
+    env = ENVIRONMENTS[name][0]
+    common = [f"model.name={model}", f"env={env.model_dump_json(exclude_unset=True)}", *further]
+    common += [f"run.steps={STEPS_SKIPPED + STEPS_COUNTED}", "run.minutes=null", "run.drain=true"]
+    common += ["run.checkpoint_every=0", "eval.before=false", "eval.after=false"]
+    seconds: dict[str, list[float]] = {run: [] for run in STEPS}
+    for run, (recipe, own) in STEPS.items():
+        ends: list[float] = []
+
+        def observe(event: dict[str, Any], ends: list[float] = ends) -> None:
+            if event["event"] == "step":
+                ends.append(time.process_time())
+
+        with tempfile.TemporaryDirectory() as folder:
+            experiment = load_experiment(recipe, [*common, *own])
+            Trainer(experiment, Path(folder) / "run", observer=observe).run()
+        seconds[run] = np.diff(ends[STEPS_SKIPPED - 1 :]).tolist()
+    mean = {run: float(np.mean(values)) for run, values in seconds.items()}
+    return {
+        "step_ratio": mean["with"] / mean["without"],
+        "extractor_update_share": 1 - mean["untrained"] / mean["with"],
+        "seconds": seconds,
+    }
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -187,20 +233,28 @@ def main() -> None:
         default=0,
         help="tokens that the actor may write before its action; 0: it chooses an action",
     )
-    parser.add_argument("--results", type=Path, default=Path("benchmarks/results/overhead.json"))
+    parser.add_argument("--step", action="store_true", help="measure whole training steps")
+    parser.add_argument("--set", nargs="*", default=[], help="further settings of the steps' runs")
+    parser.add_argument("--results", type=Path)
     options = parser.parse_args()
     size = (options.groups, options.group_size)
     found: dict[str, Any] = {"model": options.model, "groups": size[0], "group_size": size[1]}
     found |= {"think": options.think, "torch": torch.__version__}
+    if options.step:
+        found = {"model": options.model, "settings": options.set, "torch": torch.__version__}
     for name in options.env:
-        found[name] = asyncio.run(
-            measure(ModelSettings(name=options.model), name, options.rounds, *size, options.think)
-        )
+        if options.step:
+            found[name] = measure_steps(name, options.model, options.set)
+        else:
+            settings = ModelSettings(name=options.model)
+            found[name] = asyncio.run(measure(settings, name, options.rounds, *size, options.think))
         sys.stdout.write(
             f"{name} {json.dumps({k: v for k, v in found[name].items() if k != 'seconds'})}\n"
         )
-    options.results.parent.mkdir(parents=True, exist_ok=True)
-    options.results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    file = "overhead_step.json" if options.step else "overhead.json"
+    results = options.results or Path("benchmarks/results") / file
+    results.parent.mkdir(parents=True, exist_ok=True)
+    results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 
 from experiential.agents.actor import ActorAgent as ActorAgent
 from experiential.agents.extractor import ExtractorAgent as ExtractorAgent
+from experiential.agents.judge import Judge as Judge
 from experiential.agents.operations import parse_operations as parse_operations
 from experiential.agents.reflector import (
     BankMemory as BankMemory,
@@ -14,7 +15,9 @@ from experiential.agents.reflector import (
     Retry as Retry,
 )
 from experiential.bank.bank import ExperienceBank as ExperienceBank
+from experiential.bank.episode import Episode as Episode
 from experiential.bank.index.embed import HashingEmbedder as HashingEmbedder
+from experiential.bank.index.hosted import HostedEmbedder as HostedEmbedder
 from experiential.bank.protocol import Bank as Bank
 from experiential.bank.manager import ExperienceManager as ExperienceManager
 from experiential.config import Experiment as Experiment
@@ -37,6 +40,7 @@ from experiential.llm.base import LLM as LLM, SamplingParams as SamplingParams
 from experiential.llm.openai import OpenAILLM as OpenAILLM
 from experiential.llm.scripted import ScriptedLLM as ScriptedLLM
 from experiential.llm.transformers import TransformersLLM as TransformersLLM
+from experiential.llm.vllm import VLLM as VLLM
 from experiential.recipe import load_experiment as load_experiment
 from experiential.training.trainer import Trainer as Trainer
 from experiential.types import (

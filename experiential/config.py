@@ -36,6 +36,18 @@ BonusKind = Literal["relative", "tanh", "sigmoid", "asymmetric", "log"]
 """How an entropy reduction becomes a bonus: `rewards.entropy_bonus`."""
 
 
+_EVIDENCE = "evidence decides what is shown, with nothing to set; leave it out (docs/bank.md)"
+_STATES = "prefix_cache_gb says how much memory, by default a fifth of what is free; leave it out"
+REMOVED = {
+    "bank.trust_after": _EVIDENCE,
+    "bank.provisional_share": _EVIDENCE,
+    "bank.chroma": "it is bank.store now",
+    "model.prefix_cache_tokens": _STATES,
+    "extractor_model.prefix_cache_tokens": _STATES,
+}
+"""What replaced settings that are gone, in words."""
+
+
 class Settings(BaseModel):
     """Provide the base of all settings: immutable, unknown keys refused."""
 
@@ -94,20 +106,49 @@ class LoraSettings(Options):
     """layers that adapters are put on"""
 
 
+class ServerSettings(Options):
+    """Let a server answer, or another backend, in place of weights that are loaded here."""
+
+    backend: str = "openai"
+    """openai, local, vllm, an entry point of experiential.llms, or module:attribute"""
+    url: str | None = None
+    """address of the server, mostly ending in /v1; None leaves it to the backend"""
+    key_env: str | None = None
+    """environment variable that holds the key; None leaves it to the backend (OPENAI_API_KEY)"""
+    options: dict[str, Any] = {}
+    """passed to the backend, as options.timeout=20"""
+
+    @model_validator(mode="after")
+    def _holds_no_secret(self) -> ServerSettings:
+        """Refuse a key, which would stand in the files of a run."""
+        if "api_key" in self.options or "@" in (self.url or "").partition("://")[2].split("/")[0]:
+            raise ValueError(
+                "Expected the key of a server in an environment variable that server.key_env"
+                " names, got it in the settings, which are written to files"
+            )
+        return self
+
+
 class ModelSettings(Settings):
     """Choose the weights, their device and their precision."""
 
     name: str = "tiny"
-    """tiny, smollm2, a folder in Hugging Face format, or a hub name"""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    """tiny, smollm2, a folder in Hugging Face format, a hub name, or the name at the server"""
+    server: ServerSettings | None = None
+    """who answers in place of weights loaded here; needs runtime: frozen"""
+    generator: Literal["engine", "vllm"] = "engine"
+    """who generates from weights loaded here: this package's engine, or vLLM in the same process"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """of weights that generate, and of frozen ones; auto: bfloat16 where it is faster; weights that
+    are trained have a float32 master copy"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 ..."""
     lora: LoraSettings | None = None
     """low-rank adapters over frozen weights; None trains the weights"""
     prompts: str = "auto"
     """template set: full, brief, or auto (brief for the tiny model)"""
-    prefix_cache_tokens: NonNegativeInt = 65536
-    """tokens of key-value cache kept for reuse"""
+    prefix_cache_gb: float | None = Field(default=None, ge=0)
+    """memory for key-value states kept for reuse; None takes a fifth of what is free"""
     threads: NonNegativeInt = 0
     """torch threads; 0 leaves torch's own choice"""
     gradient_checkpointing: bool = False
@@ -121,8 +162,8 @@ class OptimSettings(Options):
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: NonNegativeFloat = 0.0
     max_grad_norm: PositiveFloat = 1.0
-    tokens_per_micro_batch: PositiveInt = 16384
-    """gradient accumulation unit, padded tokens"""
+    tokens_per_micro_batch: PositiveInt | None = None
+    """gradient accumulation unit; None takes what a share of the free memory holds"""
 
 
 class ActorOptions(Options):
@@ -148,8 +189,8 @@ class ActorSettings(Settings):
     """K: episodes per task and seed"""
     groups: PositiveInt = 8
     """tasks per step; groups x group_size episodes"""
-    guided: Literal["half", "all", "none"] = "half"
-    """which members of a group may see the bank"""
+    guided: Literal["half", "all", "none", "auto"] = "half"
+    """which members of a group may see the bank; auto: all but the manager's free share"""
     advantage: Literal["split", "pooled"] = "split"
     """advantages within the halves of a group (eq. 5), or within all of it"""
     estimator: str = "grpo"
@@ -177,7 +218,7 @@ class ActorSettings(Settings):
     temperature: PositiveFloat = 1.0
     max_tokens: PositiveInt = 64
     constrain: bool = True
-    """restrict answers to the admissible actions when the env names them"""
+    """restrict answers to the admissible actions when env names them and backend can"""
     search_and_ask: NonNegativeInt = 0
     """calls of search_and_ask per guided episode; 0 leaves the tool out"""
     search_experience: NonNegativeInt = 0
@@ -252,7 +293,7 @@ class RetrievalSettings(Settings):
 
     k: PositiveInt = 1
     strategy: str = "diverse"
-    """diverse (eq. 6), nearest, utility, random, an entry point or module:attribute"""
+    """diverse (eq. 6), evidence, nearest, random, an entry point or module:attribute"""
     pool: PositiveInt = 4
     """N: candidate sets of size K that are oversampled"""
     diversity: NonNegativeFloat = 0.4
@@ -270,8 +311,8 @@ class BankSettings(Settings):
     """an existing bank folder to start from; None starts empty"""
     namespace: str = "default"
     embedder: str | None = None
-    """'hashing', an entry point, module:attribute, a sentence-transformers name or folder; None is
-    the default model"""
+    """'hashing', 'openai:MODEL' or 'openai:MODEL@URL' of a server, an entry point,
+    module:attribute, a sentence-transformers name or folder; None is the default model"""
     store: str | None = None
     """index of a large bank: 'chroma', address of a Chroma server, 'exact' (in memory), an entry
     point or module:attribute; None keeps it where it was, at first 'chroma'"""
@@ -284,8 +325,6 @@ class BankSettings(Settings):
     """actor updates between two-level deduplications; 0 never does"""
     prune_every: NonNegativeInt = 0
     """actor updates between prunings by score; 0 never prunes"""
-    trust_after: NonNegativeInt = 0
-    """M: independent tasks on which an entry must have helped; 0 trusts every entry"""
     options: dict[str, Any] = {}
     """further options of the manager, as bank.options.cap=500; docs/bank.md lists them"""
 
@@ -520,7 +559,8 @@ class Experiment(Settings):
     methods: MethodSettings = MethodSettings()
     """what a run does beside its main method: names with options; null leaves one out"""
     runtime: str = "local"
-    """local: torch in this process; openrlhf: a Ray cluster; or one of yours"""
+    """local: torch in this process; openrlhf: a Ray cluster; frozen: no weights are trained, so
+    that servers can answer; or one of yours"""
     cluster: ClusterSettings = ClusterSettings()
 
     @model_validator(mode="after")
@@ -571,6 +611,34 @@ class Experiment(Settings):
                 "Expected extractor.train=false with extractor.distill=false, which writes nothing"
                 " that could be learnt from"
             )
+        served = [m for m in (self.model, self.extractor_model) if m is not None and m.server]
+        if served and self.runtime in ("local", "openrlhf"):
+            raise ValueError(
+                "Expected runtime=frozen with model.server, since the weights of"
+                f" {served[0].name!r} cannot be trained from here, got {self.runtime!r}; use"
+                " --recipe frozen"
+            )
+        if self.runtime == "frozen" and (
+            actor.train
+            or extractor.train
+            or methods.cold_start is not None
+            or methods.self_distill is not None
+            or methods.entropy_bonus is not None
+        ):
+            raise ValueError(
+                "Expected actor.train=false, extractor.train=false and no method that learns with"
+                " runtime=frozen, which trains no weights, got one; use --recipe frozen"
+            )
+        second = self.extractor_model or self.model
+        for role, settings, model in (
+            ("actor", actor, self.model),
+            ("extractor", extractor, second),
+        ):
+            if model.generator == "vllm" and settings.train and settings.options.top_p < 1:
+                raise ValueError(
+                    f"Expected {role}.options.top_p to be 1 with model.generator=vllm, which does"
+                    f" not say which tokens it kept, got {settings.options.top_p}"
+                )
         if self.runtime == "openrlhf" and (extractor.shared or methods.entropy_bonus is not None):
             raise ValueError(
                 "Expected runtime=local with extractor.shared or methods.entropy_bonus, which"

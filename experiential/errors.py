@@ -17,10 +17,14 @@ ExperientialError
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
+
+    from experiential.types import Usage
+
+Outage = Literal["passing", "lasting"]
 
 
 class ExperientialError(Exception):
@@ -56,11 +60,31 @@ class ReadOnlyBankError(BankError):
 
 
 class BackendError(ExperientialError):
-    """Report a failure of a language-model backend: time-out, refusal, malformed reply."""
+    """Report a failure of a language-model backend: time-out, refusal, malformed reply.
+
+    Args:
+        message: the reason.
+        outage: the service and not the request is at fault: ``passing`` (no connection, overloaded)
+            or ``lasting`` until somebody acts (key, model or quota refused). None: the request may
+            be at fault.
+    """
+
+    def __init__(self, message: str, *, outage: Outage | None = None) -> None:
+        super().__init__(message)
+        self.outage: Outage | None = outage
 
 
 class NoAnswerError(BackendError):
-    """Report a reply without an answer: refused, filtered, empty, or nothing but reasoning."""
+    """Report a reply without an answer: refused, filtered, empty, or nothing but reasoning.
+
+    Args:
+        message: the reason.
+        usage: what the reply took, where the server says so.
+    """
+
+    def __init__(self, message: str, usage: Usage | None = None) -> None:
+        super().__init__(message)
+        self.usage = usage
 
 
 class BudgetError(BackendError):

@@ -23,7 +23,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from experiential.config import SAME_AS, Experiment, MethodSettings, Options, Settings
+from experiential.config import REMOVED, SAME_AS, Experiment, MethodSettings, Options, Settings
 from experiential.errors import ConfigError
 from experiential.plugins import did_you_mean, known_names
 
@@ -243,6 +243,8 @@ def check_keys(
         if field is None:
             if model is MethodSettings and (":" in name or name in known_names("methods")):
                 continue  # a method from outside checks its own options
+            if key in REMOVED:
+                raise ConfigError(f"Expected a known setting, got {key!r}: {REMOVED[key]}")
             everywhere, siblings = list(_all_keys(Experiment)), list(model.model_fields)
             elsewhere = [known for known in everywhere if known.endswith(f".{name}")]
             elsewhere.sort(key=lambda known: -len(commonprefix([known, key])))

@@ -19,9 +19,9 @@ import numpy as np
 from experiential.agents.actor import ActorAgent
 from experiential.config import EnvSettings
 from experiential.envs.make import make
-from experiential.errors import BackendError, ConfigError, EnvError, ExperientialError
+from experiential.errors import BackendError, BudgetError, ConfigError, EnvError, ExperientialError
 from experiential.sync import attempted
-from experiential.types import Answer, Condition, Generation, Trajectory
+from experiential.types import Condition, Generation, Trajectory
 from experiential.wrappers.experience import ExperienceWrapper
 from experiential.wrappers.feedback import FeedbackWrapper
 from experiential.wrappers.search_and_ask import SearchAndAskWrapper
@@ -42,12 +42,13 @@ class Task:
 class Job:
     """Describe one episode to play: a task, its condition and the seed of its sampling.
 
+    Without a condition the manager decides whether the episode may see the bank.
     ``advice`` is a block that the actor sees in place of what the bank would give; ``attempt``
     counts the tries at one instance, from 1.
     """
 
     task: Task
-    condition: Condition
+    condition: Condition | None
     sampling_seed: int
     advice: str | None = None
     attempt: int = 1
@@ -119,10 +120,15 @@ class TaskSource:
     def jobs(self, step: int, groups: int, group_size: int, guided: str) -> list[Job]:
         """Return the episodes of a step: each task once per member of its group.
 
-        ``guided`` says which members are: the first ceil(K/2) (``half``), ``all`` or ``none``.
+        ``guided`` says which members are: the first ceil(K/2) (``half``), ``all``, ``none``, or
+        those that the manager chooses (``auto``).
         """
-        share = {"all": group_size, "none": 0, "half": (group_size + 1) // 2}[guided]
-        conditions = [Condition.GUIDED] * share + [Condition.FREE] * (group_size - share)
+        conditions: Sequence[Condition | None] = [None] * group_size
+        if guided != "auto":
+            share = {"all": group_size, "none": 0, "half": (group_size + 1) // 2}[guided]
+            conditions = [
+                Condition.GUIDED if k < share else Condition.FREE for k in range(group_size)
+            ]
         return [
             Job(task, condition, sampling_seed=episode_seed(self.seed, step, g, k))
             for g, task in enumerate(self.tasks(step, groups))
@@ -141,27 +147,6 @@ def world_count(env_id: str, kwargs: dict[str, Any]) -> int | None:
     worlds = getattr(env.unwrapped, "worlds", None)
     env.close()
     return None if worlds is None else len(worlds)
-
-
-class NoBank:
-    """Replace the manager in a recipe without a bank: find nothing, keep nothing."""
-
-    def search(
-        self, query: Any, *, k: int | None = None, exclude_instance: Any = None, episode: Any = ""
-    ) -> Any:
-        """Return no hits."""
-        return [] if isinstance(query, str) else [[] for _ in query]
-
-    def submit(self, trajectory: Trajectory) -> str | None:
-        """Return at once; nothing is queued."""
-        return None
-
-    def ask(self, query: str, **options: Any) -> Answer:
-        """Return an empty answer."""
-        return Answer()
-
-    def close(self) -> None:
-        """Do nothing; there is nothing to close."""
 
 
 class Reviewer(Protocol):
@@ -198,7 +183,8 @@ class Rollout:
     Environment calls run in threads, so a slow environment or a bank query never holds up the
     others. An environment with ``areset`` and ``astep`` is awaited instead and holds no thread.
     An episode that its environment or the backend fails is data: it comes back with the reason,
-    and the next episode of its slot gets a new environment.
+    and the next episode of its slot gets a new environment. A spent budget of the backend ends
+    ``play`` with a `BudgetError`.
 
     Args:
         settings: which environment.
@@ -270,7 +256,7 @@ class Rollout:
             actor.reset(seed=job.sampling_seed)
             await inner.await_reset(seed=task.seed, options=dict(task.options))
             options = task.options | {
-                "guided": job.condition is Condition.GUIDED,
+                "guided": None if job.condition is None else job.condition is Condition.GUIDED,
                 "group": task.group,
                 "policy_version": actor.llm.version,
             }
@@ -291,6 +277,8 @@ class Rollout:
                     await inner.await_step(action)
                 observation, _, terminated, truncated, info = await run(threads, step)
                 done = terminated or truncated
+        except BudgetError:  # every further episode would fail likewise
+            raise
         except (BackendError, EnvError) as error:
             failed = isinstance(error, EnvError)
             if failed and slot.stack is not None:
@@ -300,7 +288,7 @@ class Rollout:
                 task=str(info.get("task", "")),
                 group=task.group,
                 seed=task.seed,
-                condition=job.condition,
+                condition=job.condition or Condition.FREE,
                 error=f"{'env' if failed else 'backend'}: {error}",
             )
             return Episode(trajectory, (), broken=failed and not error.lost, job=job)

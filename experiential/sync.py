@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -83,6 +84,30 @@ def shared_loop() -> EventLoopThread:
         if _shared is None or _shared.loop.is_closed():
             _shared = EventLoopThread("experiential")
         return _shared
+
+
+def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end from synchronous code, even on the shared loop's own thread."""
+    shared = shared_loop()
+    try:
+        nested = asyncio.get_running_loop() is shared.loop
+    except RuntimeError:
+        nested = False
+    if not nested:
+        return shared.run(coroutine)
+    loop = EventLoopThread("experiential-nested")
+    try:
+        return loop.run(coroutine)
+    finally:
+        loop.close()
+
+
+def _forget_in_child() -> None:
+    global _shared, _lock
+    _shared, _lock = None, threading.Lock()  # a fork has the loop, but not its thread
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def attempted(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Exception:

@@ -6,17 +6,35 @@ each border. Nothing in this module imports another module of the package.
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated, Any, Literal, TypedDict, TypeGuard
+from typing import Annotated, Any, Literal, NotRequired, TypedDict, TypeGuard, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 
 def new_id() -> str:
     """Return a fresh identifier: 32 hexadecimal characters."""
     return uuid.uuid4().hex
+
+
+def whole(text: str) -> str:
+    r"""Return text that UTF-8 can hold: half of a character, as models write it, becomes U+FFFD.
+
+    >>> whole("cut \ud83d") == "cut \ufffd"
+    True
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+Text = Annotated[str, AfterValidator(whole)]
+"""Text that can be journalled, whatever a model or an environment wrote."""
 
 
 class Record(BaseModel):
@@ -30,6 +48,10 @@ class Message(TypedDict):
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
+    tool_calls: NotRequired[list[dict[str, Any]]]
+    """Of an assistant: the calls that it made, as OpenAI writes them."""
+    tool_call_id: NotRequired[str]
+    """Of a tool: the call that it answers."""
 
 
 Prompt = Sequence[Message] | Sequence[int]
@@ -58,25 +80,47 @@ class FinishReason(StrEnum):
 
 
 class Usage(Record):
-    """Count what replies of a hosted model took.
+    """Count what replies of a hosted model took; None is unknown: nobody reported it.
 
     Attributes:
         prompt_tokens: tokens read.
         completion_tokens: tokens written, reasoning included.
-        cost: dollars; None where no price is known.
+        cost: dollars.
     """
 
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
     cost: float | None = None
 
     def __add__(self, other: Usage) -> Usage:
-        costs = [cost for cost in (self.cost, other.cost) if cost is not None]
-        return Usage(
-            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
-            completion_tokens=self.completion_tokens + other.completion_tokens,
-            cost=sum(costs) if costs else None,
-        )
+        """Add up what is known of the two."""
+        pairs = {name: (value, getattr(other, name)) for name, value in self}
+        known = {name: [v for v in pair if v is not None] for name, pair in pairs.items()}
+        return Usage(**{name: sum(found) if found else None for name, found in known.items()})
+
+
+class Action(str):
+    """Hold the text of an action, and what the reply took that chose it: a `str` for all others."""
+
+    usage: Usage | None = None
+
+
+class ToolCall(Record):
+    """Hold one call of a tool that a model asks for."""
+
+    id: str
+    """By which the answer refers to it."""
+    name: str
+    arguments: str
+    """JSON as the model wrote it, which may be damaged."""
+
+    def action(self) -> str:
+        """Return the call as JSON text, the form that wrappers read."""
+        try:
+            arguments = json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            arguments = self.arguments
+        return json.dumps({"name": self.name, "arguments": arguments}, ensure_ascii=False)
 
 
 class Generation(Record):
@@ -92,8 +136,8 @@ class Generation(Record):
     """Log-probability of each sampled token under the behaviour policy, in nats, of the
     distribution sampled from: temperature, truncation and constraint included."""
     allowed: tuple[tuple[int, ...], ...] | None = None
-    """Per response token, the token ids that a constraint allowed, where an empty tuple means
-    unconstrained; None when the whole response was unconstrained."""
+    """Per response token, the token ids that it was drawn from, after constraint, top-k and top-p;
+    an empty tuple means the whole vocabulary. None when nothing was excluded from any."""
     json_schema: str | None = None
     """Schema of the response; an empty tuple in ``allowed`` then means what it allows there."""
     policy: str = ""
@@ -103,7 +147,9 @@ class Generation(Record):
     temperature: float = 1.0
     """Sampling temperature that ``logprobs`` were computed at."""
     usage: Usage | None = None
-    """Tokens and cost as the server counts them; None for local backends."""
+    """Tokens and cost as the server counts them; None where it does not, and for local backends."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Calls of the tools that were offered, in order; the text may then be empty."""
 
 
 How = Literal["episode_start", "turn", "search_and_ask"]
@@ -126,23 +172,28 @@ class Use(Record):
     how: How = "episode_start"
     refinement: str | None = None
     """Id of the generation that refined the entry for this use."""
-    provisional: bool = False
-    """Whether the entry was not trusted yet; the propensity has the share as a factor."""
-    admitted: bool | None = None
-    """The draw whether the episode may see provisional entries; None: none made."""
     verdict: Verdict | None = None
     """What the actor said of the entry; rejected, it was not shown."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_trust(cls, data: Any) -> Any:
+        """Drop the fields that journals had while entries were on probation."""
+        if isinstance(data, dict):
+            known = cast("dict[str, Any]", data)
+            return {k: v for k, v in known.items() if k not in ("provisional", "admitted")}
+        return data
 
 
 class Turn(Record):
     """Record one step of an episode: observation, action and result."""
 
-    observation: str
-    action: str
+    observation: Text
+    action: Text
     reward: float = 0.0
-    feedback: str = ""
+    feedback: Text = ""
     """The observation that followed the action."""
-    withheld: str = ""
+    withheld: Text = ""
     """What the environment said of the action, not shown to the actor, only to a reflector."""
     invalid: bool = False
 
@@ -151,11 +202,11 @@ class Trajectory(Record):
     """Record one finished episode."""
 
     id: str = Field(default_factory=new_id)
-    task: str
+    task: Text
     """What was asked, in words; the retrieval query."""
-    task_id: str = ""
+    task_id: Text = ""
     """The world or task family member, stable over seeds."""
-    instance: str = ""
+    instance: Text = ""
     """World plus seed; entries made from it are hidden from evaluation on it."""
     group: str = ""
     """Identifier shared by the K episodes that started from one task and seed."""
@@ -163,12 +214,32 @@ class Trajectory(Record):
     reward: float = 0.0
     success: bool | None = None
     """Outcome R in {0, 1} of the paper; None: unknown, which counts as neither."""
+    score: float | None = None
+    """How good it was: what the caller or ``score=`` said, else the return; None: nobody said."""
+    baseline: float | None = None
+    """Mean score of the episodes of this task that the bank had recorded before; None: of none."""
+    relative: bool = False
+    """Whether ``success`` is what ``better`` says, by the caller's choice; the bank fills it in."""
+    rubric: str = ""
+    """What a judge goes by to say ``success`` after the episode; empty: no judge is asked."""
+    judgement: str = ""
+    """What the judge said, in words."""
     seed: int | None = None
     condition: Condition = Condition.GUIDED
     uses: tuple[Use, ...] = ()
     policy_version: int = 0
-    error: str | None = None
+    usage: dict[str, Usage] = {}
+    """Tokens and cost during the episode by role, ``actor`` or ``extractor``; a role is missing
+    where nothing was reported."""
+    error: Text | None = None
     """A named reason when the episode failed for a technical cause."""
+
+    @property
+    def better(self) -> bool | None:
+        """Return whether the score was above the baseline; None if equal, or if one is missing."""
+        if self.score is None or self.baseline is None or self.score == self.baseline:
+            return None
+        return self.score > self.baseline
 
 
 class Provenance(Record):
@@ -177,7 +248,7 @@ class Provenance(Record):
     author: str = "human"
     """'human' or 'extractor'."""
     cause: str = "add"
-    """'add', 'update', 'merge', 'dedupe', 'import' or 'rollback'."""
+    """'add', 'update', 'merge', 'dedupe', 'approve', 'import' or 'rollback'."""
     trajectory: str | None = None
     instance: str | None = None
     generation: str | None = None
@@ -187,6 +258,8 @@ class Provenance(Record):
     parents: tuple[tuple[str, int], ...] = ()
     """(experience id, version) pairs."""
     commit: int | None = None
+    said: int = 1
+    """Times that extractors wrote exactly this text, from one episode each."""
 
 
 class Statistics(Record):
@@ -226,6 +299,9 @@ class Uplift(Estimate):
     """Those whose episode succeeded."""
     lineage: Estimate = Estimate()
     """The same with the uses of all versions that it was merged from, or that came of it."""
+    baseline: Literal["groups", "tasks"] = "groups"
+    """Against free members of groups, or without any, against all episodes of the same tasks that
+    saw no entry; ``groups`` counts such tasks then."""
 
     @property
     def score(self) -> float:
@@ -242,6 +318,8 @@ class Experience(Record):
     kind: str = "lesson"
     task: str | None = None
     metadata: dict[str, Any] = {}
+    proposed: bool = False
+    """Whether it waits for approval by a person (``bank.approve``); no search finds it."""
     provenance: Provenance = Provenance()
     statistics: Statistics = Statistics()
 
@@ -254,18 +332,12 @@ class Hit(Record):
     """The cosine; with ``bank.options.retrieval.hybrid`` its mean with the share of words."""
     rank: int = 0
     propensity: float = 1.0
-    """Of a provisional entry, with the probability that its episode was admitted to such; of a
-    trusted one, given how that draw ended."""
-    provisional: bool = False
-    """Whether the entry was not trusted yet (see ``bank.trust_after``)."""
-    admitted: bool | None = None
-    """The draw whether the episode may see provisional entries; None when none was made."""
 
     def use(
         self, how: How, *, episode: str = "", turn: int = 0, refinement: str | None = None
     ) -> Use:
         """Return the record of this hit reaching an actor."""
-        shown = self.model_dump(include={"rank", "score", "propensity", "provisional", "admitted"})
+        shown = self.model_dump(include={"rank", "score", "propensity"})
         entry = {"experience_id": self.experience.id, "experience_version": self.experience.version}
         return Use(**entry, **shown, how=how, episode=episode, turn=turn, refinement=refinement)
 

@@ -32,10 +32,25 @@ def completion(text: str = "north", **choice: Any) -> dict[str, Any]:
     }
 
 
+def tool_call(
+    arguments: Any, name: str = "search_and_ask", id: str | None = "c1"
+) -> dict[str, Any]:
+    """A call of a tool in the form recorded from chat-completion servers."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def calling(*calls: dict[str, Any], content: str | None = None, finish: str = "tool_calls") -> Any:
+    """A reply that calls tools."""
+    message = {"role": "assistant", "content": content, "tool_calls": list(calls)}
+    return completion(message=message, finish_reason=finish)
+
+
 class Server:
     """Answers with scripted (status, body, headers, delay) replies, the last one repeated, and
-    records requests.
+    records requests. It lists ``models``.
     """
+
+    models: tuple[str, ...] = ("m",)
 
     def __init__(self) -> None:
         self.replies: list[tuple[int, Any, dict[str, str], float]] = [(200, completion(), {}, 0.0)]
@@ -49,6 +64,13 @@ class Server:
             def do_POST(self) -> None:
                 outer.answer(self)
 
+            def do_GET(self) -> None:
+                data = json.dumps({"data": [{"id": name} for name in outer.models]}).encode()
+                self.send_response(200)
+                self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
             def log_message(self, format: str, *args: Any) -> None:
                 pass
 
@@ -61,9 +83,7 @@ class Server:
         with self.lock:
             self.requests.append({"path": handler.path, **body})
             self.headers.append(dict(handler.headers))
-            status, reply, headers, delay = (
-                self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
-            )
+            status, reply, headers, delay = self.reply_to(body)
             self.active += 1
             self.peak = max(self.peak, self.active)
         time.sleep(delay)
@@ -82,6 +102,9 @@ class Server:
             handler.wfile.write(data)
         except (BrokenPipeError, ConnectionResetError):
             pass
+
+    def reply_to(self, body: dict[str, Any]) -> tuple[int, Any, dict[str, str], float]:
+        return self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
 
     def close(self) -> None:
         self.http.shutdown()

@@ -70,10 +70,10 @@ def inject(kind: str, moment: int) -> None:
     if kind == "gpu-memory":
         plain_loss: Any = LocalRuntime._loss  # pyright: ignore[reportPrivateUsage]
 
-        def loss(*arguments: Any) -> Any:
+        def loss(*arguments: Any, **options: Any) -> Any:
             if late():
                 fail(kind)
-            return plain_loss(*arguments)
+            return plain_loss(*arguments, **options)
 
         LocalRuntime._loss = loss  # pyright: ignore[reportPrivateUsage]
         return

@@ -12,7 +12,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,7 @@ import psutil
 import pytest
 from gymnasium.utils.env_checker import check_env
 
+from benchmarks import alfworld as benchmark
 from experiential.cache import cache_folder
 from experiential.envs.alfworld.caches import TranslationCache
 from experiential.envs.alfworld.games import TASK_TYPES, default_folder, open_games
@@ -478,6 +481,26 @@ def test_a_grammar_is_parsed_as_textworld_does_and_tells_its_own_goal() -> None:
             dict(whole._rules)
         )
     assert len(cache._known) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["made", "real"])
+def test_sped_up_games_answer_the_same_in_every_character(source: str) -> None:
+    """Walkthroughs and drawn commands, beside a process in which TextWorld is as it comes."""
+    data = None if source == "made" else _real()
+    if data is None:
+        games = [entry.load() for entry in made_games("eval", 2)]
+    else:
+        games = [open_games(data, "valid_seen")[place].load() for place in (3, 70)]
+    answers: dict[bool, list[Any]] = {}
+    for is_fast in (True, False):
+        with ProcessPoolExecutor(
+            1, get_context("spawn"), initializer=benchmark.begin, initargs=(is_fast,)
+        ) as pool:
+            played = [pool.submit(benchmark.play, game, 1).result() for game in games]
+        assert all(one["won"] and one["sped_up"] == is_fast for one in played)
+        answers[is_fast] = [(one["digest"], one["steps"]) for one in played]
+    assert answers[True] == answers[False]
 
 
 @pytest.mark.slow

@@ -22,12 +22,13 @@ from experiential.agents.reflector import (
     Retry,
 )
 from experiential.bank.folder import FolderBank
+from experiential.bank.manager_like import NoBank
 from experiential.config import ActorSettings, EnvSettings, OptimSettings, ReflectionSettings
 from experiential.errors import BackendError, BankError, ConfigError
 from experiential.llm.scripted import ScriptedLLM
 from experiential.llm.transformers import TransformersLLM
 from experiential.recipe import load_experiment
-from experiential.rollout import Episode, Job, NoBank, Rollout, Task
+from experiential.rollout import Episode, Job, Rollout, Task
 from experiential.training.checkpoint import CheckpointStore
 from experiential.training.local import LocalRuntime
 from experiential.training.methods.attempt_samples import internalised_samples, reinforced_samples

@@ -14,6 +14,7 @@ import pytest
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.folder import FolderBank
 from experiential.bank.index.embed import BUNDLED_PACKAGE, HashingEmbedder
+from experiential.bank.storage.checkup import examine
 from experiential.errors import BankError, BankLockedError, ReadOnlyBankError
 from experiential.types import (
     Add,
@@ -363,6 +364,67 @@ def test_apply_writes_one_commit_with_provenance(bank):
         )
         assert (source.extractor_version, source.generation) == (3, made.generation.id)
     assert bank.generation(made.generation.id) == made.generation
+
+
+ANCHOR, BRIDGE = "Open the vault of Broken Anchor.", "Open the vault of Broken Bridge."
+
+
+def rewritten(bank, text, *, task=BRIDGE):
+    """An entry about the anchor's vault, rewritten by a distillation of an episode of ``task``."""
+    entry = bank.add("The vault of Broken Anchor: jade lever.", task=ANCHOR)
+    made = distillation(Update(entry=1, text=text))
+    return entry, bank.apply(made, trajectory=Trajectory(task=task), shown=[entry])[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "task"),
+    [
+        ("The vault of Broken Bridge: pull the teal lever.", BRIDGE),
+        ("In Broken Bridge's vault signs lie.", BRIDGE),
+        ("The vault of Broken Anchor: the rose lever, not jade.", ANCHOR),
+        ("Unlike Broken Bridge, Broken Anchor opens with jade.", ANCHOR),
+        ("Signs can be wrong.", ANCHOR),
+    ],
+)
+def test_an_update_that_changes_the_subject_changes_the_task(bank, text, task):
+    entry, updated = rewritten(bank, text)
+    assert (updated.id, updated.version, updated.task) == (entry.id, 2, task)
+    assert [hit.experience.id for hit in bank.search(task, where={"task": task})] == [entry.id]
+
+
+def test_the_old_subject_stays_in_history_and_comes_back_by_rollback(bank):
+    entry, _ = rewritten(bank, "The vault of Broken Bridge: teal lever.")
+    head = bank.head
+    assert (bank.version(entry.id, 1).task, bank.get(entry.id).task) == (ANCHOR, BRIDGE)
+    same = distillation(Add(text=entry.text))
+    assert bank.apply(same, trajectory=Trajectory(task=ANCHOR), shown=[])[0].id != entry.id
+    bank.rollback(head - 1)
+    assert bank.get(entry.id) == entry and not bank.search("teal", where={"task": BRIDGE})
+    bank.rollback(head)
+    assert bank.get(entry.id).task == BRIDGE
+
+
+def test_a_hand_edit_and_an_entry_for_all_tasks_keep_their_task(bank):
+    entry = bank.add("The vault of Broken Anchor: jade.", task=ANCHOR)
+    assert bank.update(entry.id, "The vault of Broken Bridge: teal.").task == ANCHOR
+    general = bank.add("Signs can be wrong.")
+    made = distillation(Update(entry=1, text="The vault of Broken Bridge has wrong signs."))
+    updated = bank.apply(made, trajectory=Trajectory(task=BRIDGE), shown=[general])[0]
+    assert (updated.id, updated.task) == (general.id, None)
+
+
+def test_the_checkup_names_entries_that_are_about_another_task(bank):
+    right = bank.add("The vault of Broken Bridge: teal.", task=BRIDGE)
+    wrong = bank.add("The vault of Broken Bridge: jade.", task=ANCHOR)
+    bank.add_many(["Signs can be wrong.", "Broken Anchor and Broken Bridge differ."], task=ANCHOR)
+    bank.submit(Trajectory(task=ANCHOR))
+    found = {finding.what: finding for finding in examine(bank.path)}
+    tasks, waiting = found["default: tasks"], found["default: waiting"]
+    assert tasks.status == waiting.status == "note"
+    assert tasks.found.startswith("1 entries") and f"{wrong.id}: {BRIDGE}" in tasks.found
+    assert right.id not in tasks.found and "experiential distil" in waiting.mend
+    bank.remove(wrong.id)
+    assert "default: tasks" not in {finding.what for finding in examine(bank.path)}
 
 
 def test_operations_that_name_nothing_are_refused_and_counted(bank):

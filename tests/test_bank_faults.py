@@ -414,6 +414,21 @@ def test_an_undamaged_folder_is_opened_as_it_is(large, tmp_path):
     assert not list(folder.glob("chroma.damaged-*"))
 
 
+def test_the_vector_files_hold_no_unused_memory_of_the_process(tmp_path):
+    with FolderBank(tmp_path, embedder="hashing") as bank:
+        bank.add("pull lever A")
+        bank.flush_index()
+        for name in ("data_level0.bin", "length.bin"):
+            [file] = tmp_path.glob(f"chroma/*/{name}")
+            room = file.read_bytes()
+            assert room and not any(room), "a key of this process could be among them"
+    with LargeBank(tmp_path) as bank:
+        bank.add_many([f"word{number} thing{number % 31}" for number in range(1100)])
+        bank.flush_index()
+        found = [bank.search(text)[0].experience.text for text in ("pull lever A", "word7 thing7")]
+    assert found == ["pull lever A", "word7 thing7"]
+
+
 def test_namespaces_that_share_the_folder_do_not_break_each_other(tmp_path):
     with (
         LargeBank(tmp_path, embedder="hashing") as one,

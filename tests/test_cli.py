@@ -264,7 +264,7 @@ class TestUserErrors:
     def test_unknown_runtime(self, run_train: Train) -> None:
         assert_user_error(
             run_train("--runtime", "openrlf", "--dry-run"),
-            "Expected one of runtimes (local, openrlhf)",
+            "Expected one of runtimes (local, frozen, openrlhf)",
             "got 'openrlf'; did you mean 'openrlhf'?",
         )
 
@@ -543,13 +543,11 @@ class TestTrain:
         assert "memory of weights and optimisers" not in out
 
     def test_runtime_is_the_same_as_the_setting(self, run_train: Train, no_gpus: None) -> None:
-        plain = run_train("--dry-run", "model.dtype=bfloat16", "runtime=openrlhf")
-        assert run_train("--dry-run", "--runtime", "openrlhf") == plain, (
-            "and bfloat16, unless another is asked for, which is refused"
-        )
+        plain = run_train("--dry-run", "runtime=openrlhf")
+        assert run_train("--dry-run", "--runtime", "openrlhf") == plain
         assert_user_error(
             run_train("--dry-run", "--runtime", "openrlhf", "model.dtype=float32"),
-            "Expected model.dtype to be bfloat16",
+            "Expected model.dtype to be auto or bfloat16",
         )
         assert "\nruntime: openrlhf\n" in plain[1]
 
@@ -765,6 +763,24 @@ class TestReport:
         )
         code, out, _ = run_main("report", tmp_path)
         assert code == 0 and "learning curve" in out
+
+    @pytest.mark.parametrize(
+        ("settings", "said"),
+        [
+            ("{extractor: {train: true, reward: direct}}", "by the success of the episodes"),
+            ("{extractor: {train: true, reward: relative}}", "above that of their group's free"),
+            ("{extractor: {train: false, reward: direct}}", None),
+        ],
+    )
+    def test_it_says_what_entries_were_rewarded_by(
+        self, tmp_path: Path, settings: str, said: str | None
+    ) -> None:
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(EVENTS[0]) + "\n")
+        (tmp_path / "config.yaml").write_text(settings)
+        console = Console(width=200, record=True, file=StringIO())
+        show_report(console, tmp_path)
+        text = console.export_text()
+        assert ("Entries were rewarded" in text) is (said is not None) and (said or "") in text
 
     def test_markup_in_paths_is_text(self, tmp_path: Path) -> None:
         folder = tmp_path / "[red]run"

@@ -20,6 +20,7 @@ from experiential.bank.index.follower import Replica
 from experiential.bank.index.site import Site
 from experiential.cli import main
 from experiential.cli.errors import run_app
+from tests.test_serve import serving
 
 Run = Callable[..., tuple[int, str, str]]
 TEXTS = [
@@ -163,6 +164,16 @@ def test_why_tells_what_was_shown(folder: Path, run: Run) -> None:
     assert found["shown"][0]["uplift"]["mean"] == -1.0 and found["written"] == []
     out = run("why", folder, trajectory)[1]
     assert "failure" in out and "written from it" in out
+
+
+def test_why_tells_what_a_judge_said_and_what_is_usual(folder: Path, run: Run) -> None:
+    with xp.ExperienceBank(folder) as bank:
+        bank.record(xp.Trajectory(task="castle", score=2.0))
+        bank.record(ended := xp.Trajectory(task="castle", score=5.0))
+        bank.conclude(ended.id, False, judgement="The gate\x1b[2J stayed shut.")
+    out = run("why", folder, ended.id)[1]
+    assert "stayed shut." in out and "\x1b" not in out and "usual score" in out
+    assert {"5.0", "2.0", "failure"} <= set(out.split())
 
 
 def test_why_of_an_unknown_trajectory_is_a_user_error(folder: Path, run: Run) -> None:
@@ -447,6 +458,22 @@ def test_doctor_looks_at_every_namespace(folder: Path, run: Run) -> None:
         bank.add("Elsewhere.")
     findings = {row["what"]: row["status"] for row in told(run, "doctor", folder)}
     assert findings["second one: index"] == findings["default: index"] == "ok"
+
+
+def test_the_queue_of_a_served_bank_is_looked_at_and_mended_by_its_address(
+    folder: Path, run: Run
+) -> None:
+    with serving(folder) as url:
+        with xp.ExperienceBank(url) as bank:
+            bank.submit(xp.Trajectory(id="a", task="task a"))
+            bank.queue.fail("a", "BackendError: 401 wrong key", last=True)
+        assert run("requeue", folder)[0] == 2, "another process writes the folder"
+        assert [row["task"] for row in told(run, "dead-letters", url)] == ["task a"]
+        assert told(run, "requeue", url, "a") == [{"queued": 1}]
+        counts = json.loads(run("stats", url, "--json")[1])
+        assert (counts["queued"], counts["dead letters"]) == (1, 0)
+    code, _, error = run("stats", url)
+    assert code == 2 and "experiential serve" in error
 
 
 def test_dead_letters_are_listed_with_their_reason_and_put_back(folder: Path, run: Run) -> None:

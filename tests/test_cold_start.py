@@ -204,6 +204,7 @@ def test_demonstrations_of_vault_ask_and_follow(tmp_path: Path) -> None:
     experiment = load_experiment("evolver", ["bank.embedder=hashing", "bank.retrieval.floor=-1.0"])
     rows = list(demonstrations(experiment, 20, ask=1.0, follow=1.0, seed=1))
     assert len(read_demonstrations(written(tmp_path, *map(json.dumps, rows)))) == 20
+    assert all(row["messages"][2]["content"].startswith("<search_experience>") for row in rows)
     calls = [row["messages"][2]["content"] for row in rows]
     worlds = [
         call.removeprefix("<search_experience>Open the vault of ").removesuffix(

@@ -114,6 +114,9 @@ def test_override_values_are_yaml(override: str, read: object) -> None:
         ("lr=1", "did you mean actor.optim.lr?"),
         ("extractor.options.max_tokens=4", "did you mean extractor.max_tokens?"),
         ("actor.critic={}", "did you mean methods.critic?"),
+        ("bank.trust_after=2", "evidence decides what is shown"),
+        ("bank.chroma=x", "it is bank.store now"),
+        ("model.prefix_cache_tokens=65536", "a fifth of what is free; leave it out"),
         ("reflection.mode=retry", "did you mean methods.reflection?"),
         ("xyzzy=1", "known here: recipe, seed"),
     ],
@@ -132,7 +135,7 @@ def test_unknown_key_is_refused_with_the_nearest(override: str, hint: str) -> No
         ("actor.group_size=-3", "Expected actor.group_size to be greater than 0, got -3"),
         (
             "actor.guided=sometimes",
-            "Expected actor.guided to be 'half', 'all' or 'none', got 'sometimes'",
+            "Expected actor.guided to be 'half', 'all', 'none' or 'auto', got 'sometimes'",
         ),
         ("actor.group_size=1", "Expected actor.group_size of at least 2"),
         ("model.lora=16", "Expected model.lora to be a valid mapping"),

@@ -441,7 +441,7 @@ def test_a_manager_over_http_asks_nothing_for_each_candidate(
         return send(self, name, *arguments)
 
     monkeypatch.setattr(Connection, "_send", counted)
-    for strategy in ("utility", "diverse"):
+    for strategy, calls in (("evidence", ["standings"]), ("diverse", [])):
         with (
             serving(tagged) as url,
             xp.ExperienceBank(url) as client,
@@ -449,4 +449,4 @@ def test_a_manager_over_http_asks_nothing_for_each_candidate(
         ):
             asked.clear()
             assert manager.search("cross the corridor")
-            assert sorted(asked) == ["nearest", "note_retrievals", "read"]
+            assert sorted(asked) == sorted(["nearest", "note_retrievals", "read", *calls])

@@ -392,7 +392,7 @@ def test_trajectories_that_end_together_wait_for_few_commits(bank):
         with statements(bank) as seen, ThreadPoolExecutor(1) as pool:
             with gathering(bank):
                 submitted = pool.submit(asyncio.run, submit())
-                until(lambda: manager._reserved == 64)
+                until(lambda: manager._distiller._reserved == 64)
             assert submitted.result(60) == [f"t{i}" for i in range(64)]
         assert seen.count("COMMIT") <= 3, (
             "the one that they waited for, those who came first, the others"
@@ -411,7 +411,7 @@ def test_a_cancelled_submission_is_distilled_all_the_same(bank):
         async def scene():
             with gathering(bank):
                 waiting = asyncio.ensure_future(manager.asubmit(Trajectory(id="t", task="t")))
-                while not manager._reserved:
+                while not manager._distiller._reserved:
                     await asyncio.sleep(0.001)
                 waiting.cancel()
                 with pytest.raises(asyncio.CancelledError):

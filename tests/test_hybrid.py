@@ -169,7 +169,7 @@ def test_the_score_of_a_hit_is_what_it_was_ranked_by(bank: FolderBank) -> None:
 def test_an_entry_that_only_words_find_is_found(bank: FolderBank, query: str) -> None:
     with xp.ExperienceManager(bank) as manager:
         assert CODE not in [hit.experience.text for hit in manager.search(query, k=2)]
-    for strategy in ("diverse", "nearest", "utility"):
+    for strategy in ("diverse", "nearest", "evidence"):
         with xp.ExperienceManager(bank, retrieval={"hybrid": 0.5, "strategy": strategy}) as manager:
             assert manager.search(query)[0].experience.text == CODE
 

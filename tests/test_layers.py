@@ -18,6 +18,7 @@ LAYERS = [
     ("agents",),
     ("envs",),
     ("wrappers",),
+    ("adapters",),
     ("rollout",),
     ("evaluation",),
     ("training",),

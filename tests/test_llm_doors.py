@@ -12,10 +12,12 @@ from typer.testing import CliRunner
 import experiential as xp
 from experiential.agents.extractor import ExtractorAgent, open_extractor
 from experiential.cli.main import app
-from experiential.config import Experiment
-from experiential.errors import ConfigError
+from experiential.cli.options import named_model
+from experiential.config import Experiment, ModelSettings
+from experiential.errors import ConfigError, MissingExtraError
 from experiential.llm import LLM, open_llm
 from experiential.llm.base import read_options
+from experiential.llm.models import open_model
 from experiential.llm.scripted import ScriptedLLM
 from experiential.training.roles import Roles
 from experiential.types import Distillation, ParsedOperations, Trajectory
@@ -73,6 +75,19 @@ def test_a_foreign_backend_gets_the_options() -> None:
 def test_a_wrong_backend_is_a_user_error(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         open_llm(name, **options)
+
+
+def test_a_backend_whose_package_is_missing_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("experiential.errors.find_spec", lambda name: None)
+    asked = ModelSettings(name="tiny", generator="vllm")
+    with pytest.raises(MissingExtraError, match=r"experiential-rl\[vllm\]"):
+        open_model(asked)
+    with pytest.raises(MissingExtraError, match=r"experiential-rl\[vllm\]"):
+        open_model(named_model(None, backend="vllm"))
+    with pytest.raises(ConfigError, match="no --base-url and no --api-key-env"):
+        named_model("tiny", "http://localhost:1/v1", backend="vllm")
 
 
 @pytest.mark.parametrize("pair", ["timeout", "=3", "a-b=1", "x={"])

@@ -13,7 +13,7 @@ from experiential.errors import BackendError, BudgetError, NoAnswerError
 from experiential.llm.base import SamplingParams
 from experiential.llm.openai import OpenAILLM
 from experiential.types import FinishReason, Usage
-from tests.chat_server import CHAT, Server, completion
+from tests.chat_server import CHAT, Server, calling, completion, tool_call
 
 
 def reply(content: Any = None, finish: str = "stop", **message: Any) -> dict[str, Any]:
@@ -46,6 +46,8 @@ class Fault:
     absent: tuple[str, ...] = ()  # from the last request
     options: dict[str, Any] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
+    tools: bool = False  # offer the tool search_and_ask
+    calls: list[tuple[str, str]] = field(default_factory=list)  # id and action of those read
 
 
 OK = (200, completion("go north"))
@@ -76,7 +78,211 @@ STREAM = (
 EVENTS = {"content-type": "text/event-stream"}
 STREAMED = {"on_text": lambda piece: None}
 
+ASK = {"type": "function", "function": {"name": "search_and_ask", "parameters": {}}}
+WHICH = '{"query": "which?"}'
+WHICH_ACTION = '{"name": "search_and_ask", "arguments": {"query": "which?"}}'
+
+
+def call_delta(index: int | None, **function: Any) -> dict[str, Any]:
+    """A piece of a streamed tool call; only the first of a call has its id."""
+    call = {"function": function} | ({} if index is None else {"index": index})
+    return {"tool_calls": [call | ({"id": f"c{index}"} if "name" in function else {})]}
+
+
+TOOL_FAULTS = [
+    Fault("a call", [(200, calling(tool_call(WHICH)))], tools=True, calls=[("c1", WHICH_ACTION)]),
+    Fault(
+        "a call that ends with stop",
+        [(200, calling(tool_call(WHICH), content="", finish="stop"))],
+        tools=True,
+        calls=[("c1", WHICH_ACTION)],
+    ),
+    Fault(
+        "a call without content",
+        [(200, completion(message={"role": "assistant", "tool_calls": [tool_call(WHICH)]}))],
+        tools=True,
+        calls=[("c1", WHICH_ACTION)],
+    ),
+    Fault(
+        "a call beside words",
+        [(200, calling(tool_call(WHICH), content="Let me ask."))],
+        text="Let me ask.",
+        tools=True,
+        calls=[("c1", WHICH_ACTION)],
+    ),
+    Fault(
+        "a call beside thinking that does not end",
+        [(200, calling(tool_call(WHICH), content="<think>Ask"))],
+        text="<think>Ask",
+        tools=True,
+        calls=[("c1", WHICH_ACTION)],
+    ),
+    Fault(
+        "a call in the old form",
+        [(200, reply(None, "function_call", function_call=tool_call(WHICH)["function"]))],
+        tools=True,
+        calls=[("call_0", WHICH_ACTION)],
+    ),
+    Fault(
+        "a call without an id",
+        [(200, calling(tool_call(WHICH, id=None)))],
+        tools=True,
+        calls=[("call_0", WHICH_ACTION)],
+    ),
+    Fault(
+        "parallel calls",
+        [(200, calling(tool_call(WHICH), tool_call('{"query": "who?"}', id="c2")))],
+        tools=True,
+        calls=[("c1", WHICH_ACTION), ("c2", WHICH_ACTION.replace("which", "who"))],
+    ),
+    Fault(
+        "arguments as a table",
+        [(200, calling(tool_call({"query": "which?"})))],
+        tools=True,
+        calls=[("c1", WHICH_ACTION)],
+    ),
+    Fault(
+        "arguments that are no JSON",
+        [(200, calling(tool_call("{query: which")))],
+        tools=True,
+        calls=[("c1", '{"name": "search_and_ask", "arguments": "{query: which"}')],
+    ),
+    Fault(
+        "arguments cut off",
+        [(200, calling(tool_call('{"query": "whi'), finish="length"))],
+        tools=True,
+        error=NoAnswerError,
+        words="'search_and_ask' that was cut off; raise max_tokens",
+    ),
+    Fault(
+        "an unknown tool",
+        [(200, calling(tool_call("{}", "lookup")))],
+        tools=True,
+        error=NoAnswerError,
+        words="the tool 'lookup', which was not offered",
+    ),
+    Fault(
+        "an unknown tool beside a known one",
+        [(200, calling(tool_call("{}", "lookup", "c0"), tool_call(WHICH)))],
+        tools=True,
+        calls=[("c1", WHICH_ACTION)],
+    ),
+    Fault(
+        "an unknown tool beside an answer",
+        [(200, calling(tool_call("{}", "lookup"), content="go north"))],
+        text="go north",
+        tools=True,
+    ),
+    Fault(
+        "a call that is no table",
+        [(200, calling("lookup"))],  # type: ignore[arg-type]
+        tools=True,
+        error=BackendError,
+        words="Expected a chat completion",
+    ),
+    Fault(
+        "tools refused by vLLM",
+        [(400, {"message": '"auto" tool choice requires --enable-auto-tool-choice'}), OK],
+        text="go north",
+        requests=2,
+        absent=("tools",),
+        tools=True,
+    ),
+    Fault(
+        "tools refused by llama.cpp with 500",
+        [(500, {"error": {"message": "tools param requires --jinja flag"}}), OK],
+        text="go north",
+        requests=2,
+        absent=("tools",),
+        tools=True,
+    ),
+    Fault(
+        "tools refused by Ollama",
+        [(400, {"error": {"message": "gemma:2b does not support tools"}}), OK],
+        text="go north",
+        requests=2,
+        absent=("tools",),
+        tools=True,
+    ),
+    Fault(
+        "tools refused by OpenRouter with 404",
+        [(404, {"error": {"message": "No endpoints found that support tool use."}}), OK],
+        text="go north",
+        requests=2,
+        absent=("tools",),
+        tools=True,
+    ),
+    Fault(
+        "a tool schema that is refused",
+        [(400, refused("invalid_function_parameters", "tools[0]", "Invalid schema for 'ask'"))],
+        error=BackendError,
+        words="Invalid schema",
+        tools=True,
+    ),
+    Fault(
+        "a streamed call",
+        [
+            (
+                200,
+                event({"role": "assistant", "content": None})
+                + event(call_delta(0, name="search_and_ask", arguments=""))
+                + event(call_delta(0, arguments='{"query": '))
+                + event(call_delta(0, arguments='"which?"}'))
+                + event({}, "tool_calls"),
+            )
+        ],
+        headers=EVENTS,
+        options=STREAMED,
+        tools=True,
+        calls=[("c0", WHICH_ACTION)],
+    ),
+    Fault(
+        "streamed calls without a number",
+        [
+            (
+                200,
+                event(call_delta(None, name="search_and_ask", arguments='{"query": '))
+                + event(call_delta(None, arguments='"which?"}'))
+                + event(call_delta(None, name="search_and_ask", arguments=WHICH))
+                + event({}, "tool_calls"),
+            )
+        ],
+        headers=EVENTS,
+        options=STREAMED,
+        tools=True,
+        calls=[("cNone", WHICH_ACTION)] * 2,
+    ),
+    Fault(
+        "a streamed call that is no table",
+        [(200, event({"tool_calls": ["lookup"]}) + event({}, "stop"))],
+        error=BackendError,
+        words="lookup",
+        requests=3,
+        headers=EVENTS,
+        options=STREAMED,
+        tools=True,
+    ),
+    Fault(
+        "streamed parallel calls beside words",
+        [
+            (
+                200,
+                event({"content": "Two "})
+                + event(call_delta(0, name="search_and_ask", arguments=WHICH))
+                + event({"content": "questions."})
+                + event(call_delta(1, name="search_and_ask", arguments=WHICH))
+                + event({}, "stop"),
+            )
+        ],
+        text="Two questions.",
+        headers=EVENTS,
+        options=STREAMED,
+        tools=True,
+        calls=[("c0", WHICH_ACTION), ("c1", WHICH_ACTION)],
+    ),
+]
 FAULTS = [
+    *TOOL_FAULTS,
     # parameters that a server refuses
     Fault(
         "max_tokens of a reasoning model",
@@ -350,11 +556,14 @@ def server():
 async def test_a_fault_ends_in_the_right_text_or_a_named_error(server: Server, fault: Fault):
     server.replies = [(status, body, fault.headers, 0.0) for status, body in fault.replies]
     llm = OpenAILLM("m", base_url=server.url, backoff=0.001, **fault.options)
+    sampling = SAMPLING.model_copy(update={"tools": (ASK,)}) if fault.tools else SAMPLING
     if fault.error is None:
-        assert (await llm.generate(CHAT, SAMPLING)).text == fault.text
+        generation = await llm.generate(CHAT, sampling)
+        assert generation.text == (fault.text or "")
+        assert [(call.id, call.action()) for call in generation.tool_calls] == fault.calls
     else:
         with pytest.raises(BackendError) as caught:
-            await llm.generate(CHAT, SAMPLING)
+            await llm.generate(CHAT, sampling)
         assert type(caught.value) is fault.error and fault.words in str(caught.value)
     assert len(server.requests) == fault.requests
     sent = server.requests[-1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +14,7 @@ from experiential.llm.engine import draw_tokens
 
 def draw(
     scores: torch.Tensor, temperature: float, top_k: int, top_p: float, uniform: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, Any]:
     n = len(uniform)
     full = torch.full((n,), 1.0)
     return draw_tokens(
@@ -34,7 +36,7 @@ def test_reported_probabilities_sum_to_one_and_match_the_shares(
     top-k and top-p.
     """
     grid = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
-    index, logprobs = draw(torch.tensor(scores), temperature, top_k, top_p, grid)
+    index, logprobs, _ = draw(torch.tensor(scores), temperature, top_k, top_p, grid)
     probability = {int(i): float(p.exp()) for i, p in zip(index, logprobs, strict=True)}
     for i, p in probability.items():
         assert float((index == i).double().mean()) == pytest.approx(p, abs=1e-3)
@@ -45,13 +47,14 @@ def test_reported_probabilities_sum_to_one_and_match_the_shares(
 def test_hand_worked_top_p():
     """Of (.5, .3, .2) top-p 0.7 keeps the first two, with probabilities 5/8 and 3/8."""
     scores = torch.tensor([0.5, 0.3, 0.2]).log()
-    index, logprobs = draw(scores, 1.0, 0, 0.7, torch.tensor([0.6, 0.7], dtype=torch.float64))
+    index, logprobs, kept = draw(scores, 1.0, 0, 0.7, torch.tensor([0.6, 0.7], dtype=torch.float64))
     assert index.tolist() == [0, 1]
     assert logprobs.exp().tolist() == pytest.approx([0.625, 0.375])
+    assert [kept[row].tolist() for row in (0, 1)] == [[0, 1], [0, 1]]
 
 
 def test_temperature_zero_takes_the_best_and_ignores_truncation():
-    index, logprobs = draw(
+    index, logprobs, _ = draw(
         torch.tensor([0.0, 1.0]), 0.0, 1, 0.1, torch.tensor([0.99], dtype=torch.float64)
     )
     assert index.tolist() == [1]
@@ -60,7 +63,7 @@ def test_temperature_zero_takes_the_best_and_ignores_truncation():
 
 def test_forbidden_indices_are_never_drawn():
     scores = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf])
-    index, _ = draw(
+    index, _, _ = draw(
         scores, 1.0, 0, 1.0, torch.tensor([0.0, 0.25, 0.5, 1 - 2**-53], dtype=torch.float64)
     )
     assert index.tolist() == [1, 1, 3, 3]

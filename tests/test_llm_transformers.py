@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from experiential.errors import BackendError
 from experiential.llm.base import SamplingParams
 from experiential.llm.executor import DeviceExecutor
+from experiential.llm.states import Slab
 from experiential.llm.transformers import TransformersLLM
 from experiential.types import FinishReason, Generation
 from tests.llm_tiny import tiny_random_model
@@ -112,10 +113,10 @@ async def test_turns_reuse_the_prefix_and_stay_exact(llm: TransformersLLM):
     assert llm.stats.cached_tokens > 200
 
 
-@pytest.mark.parametrize("tokens", [0, 65536])
-async def test_result_does_not_depend_on_company_or_cache(tokens: int):
+@pytest.mark.parametrize("gb", [0, None])
+async def test_result_does_not_depend_on_company_or_cache(gb: float | None):
     """A seeded request gives the same tokens alone and among others, with the cache on or off."""
-    llm = TransformersLLM(MODEL, TOKENIZER, prefix_cache_tokens=tokens)
+    llm = TransformersLLM(MODEL, TOKENIZER, prefix_cache_gb=gb)
     mine = SamplingParams(max_tokens=20, seed=7)
     alone = await llm.generate(prompt(1, 40), mine)
     others = [SamplingParams(max_tokens=5 + i, seed=100 + i) for i in range(6)]
@@ -139,7 +140,13 @@ def test_any_batch_is_exact(rows: list[tuple[int, int, int, bool]]):
     """Invariant over random batches, small max_batch (rows wait and join) and a small cache
     (entries are evicted).
     """
-    llm = TransformersLLM(MODEL, TOKENIZER, max_batch=3, prefix_cache_tokens=150, batch_wait=0.0)
+    llm = TransformersLLM(
+        MODEL,
+        TOKENIZER,
+        max_batch=3,
+        prefix_cache_gb=150 * 2 * 2 * 2 * 16 * 4 / 1e9,
+        batch_wait=0.0,
+    )
     sampling = [
         SamplingParams(max_tokens=limit, seed=i, choices=WORDS[:5] if bound else None)
         for i, (_, _, limit, bound) in enumerate(rows)
@@ -462,6 +469,21 @@ async def test_a_beginning_that_prompts_share_is_forwarded_once(llm: Transformer
     assert llm.stats.forwards == 2
 
 
+async def test_long_conversations_stay_in_place_and_exact(llm: TransformersLLM) -> None:
+    """Five talks of different lengths, twenty turns: one forward of new tokens each, and a group
+    that branches off one of them.
+    """
+    talks = [prompt(i, 20 + 7 * i) for i in range(5)]
+    for turn in range(20):
+        sampling = [SamplingParams(max_tokens=3 + i, seed=100 * turn + i) for i in range(5)]
+        generations = await many(llm, talks, sampling)
+        talks = [[*g.prompt_ids, *g.response_ids, *prompt(turn, 6)] for g in generations]
+    assert_exact(generations)
+    assert llm.stats.forwarded_tokens < 1.1 * sum(map(len, talks))
+    group = [SamplingParams(max_tokens=8, seed=i) for i in range(4)]
+    assert_exact(await many(llm, [talks[0]] * 3 + [talks[0][:90] + talks[1]], group))
+
+
 async def test_what_the_prompts_of_one_task_share_is_forwarded_once() -> None:
     """Twelve prompts of two tasks: one system prompt, two first observations, and advice that
     differs.
@@ -476,3 +498,44 @@ async def test_what_the_prompts_of_one_task_share_is_forwarded_once() -> None:
     assert llm.stats.forwarded_tokens == 60 + 70 + 80 + 12 * 20
     assert llm.stats.forwards == 3
     llm.close()
+
+
+@pytest.mark.parametrize("gb", [0, None])
+async def test_memory_that_runs_out_is_returned_and_fails_no_more_than_it_must(
+    gb: float | None, monkeypatch: pytest.MonkeyPatch
+):
+    """Each allocation of states fails once: no row is lost, none has two owners."""
+    states = Slab.states
+    for fails in range(7):
+        llm = TransformersLLM(MODEL, TOKENIZER, prefix_cache_gb=gb, batch_wait=0.02)
+        calls = 0
+
+        def scarce(slab: Slab, like: torch.Tensor, fails: int = fails) -> torch.Tensor:
+            nonlocal calls
+            calls += slab.data is None
+            if slab.data is None and calls == fails:
+                raise MemoryError("no room")
+            return states(slab, like)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("experiential.llm.states._SLAB", 64)  # a slab for each row
+            patch.setattr("experiential.llm.engine._ROOM", 8)  # rows grow
+            patch.setattr(Slab, "states", scarce)
+            prompts = [prompt(1, 40), prompt(2, 40), prompt(1, 40), prompt(1, 40)]
+            sampling = [SamplingParams(max_tokens=1 if i == 1 else 30, seed=i) for i in range(4)]
+            made = await asyncio.gather(
+                *(llm.generate(p, s) for p, s in zip(prompts, sampling, strict=True)),
+                return_exceptions=True,
+            )
+        assert_exact([one for one in made if isinstance(one, Generation)])
+        failures = [one for one in made if not isinstance(one, Generation)]
+        assert all("no room" in str(one) for one in failures) and bool(failures) == (
+            0 < fails <= calls
+        )
+        assert len(failures) < 4 or fails <= 2  # while prompts are forwarded, both fail
+        assert_exact(await many(llm, prompts, sampling))
+        llm.executor.submit(lambda: None).result()
+        cache = llm._engine.cache
+        cache.clear()
+        assert cache.tokens == 0
+        llm.close()

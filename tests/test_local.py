@@ -16,6 +16,7 @@ from experiential.config import LoraSettings, ModelSettings, OptimSettings
 from experiential.errors import CheckpointError
 from experiential.llm.base import SamplingParams
 from experiential.llm.transformers import TransformersLLM
+from experiential.training import local, losses
 from experiential.training.local import LocalRuntime, build_runtimes
 from experiential.training.runtime import LossSettings, Sample, sample_from_generation
 from experiential.training.samples import trajectory_samples
@@ -114,6 +115,68 @@ async def test_accumulated_gradients_equal_one_batch() -> None:
     assert torch.allclose(weights[0], weights[1], atol=2e-4)
 
 
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4)])  # the head is trained, or frozen
+async def test_logits_in_chunks_give_the_gradients_of_all_at_once(
+    lora: LoraSettings | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    optim = OptimSettings(lr=1e-12, max_grad_norm=1e9)
+    settings = ModelSettings(name="tiny", lora=lora)
+    policy, _ = build_runtimes(settings, None, (optim, optim), shared=True)
+    samples = await group(policy)
+    found = []
+    for logits in (2**24, 7 * 982):  # seven tokens at a time: samples are cut in their middle
+        monkeypatch.setattr(losses, "LOGITS", logits)
+        await policy.train(samples, LossSettings())
+        found.append(gradients(policy))
+    policy.close()
+    largest = float(found[0].abs().max())
+    assert largest > 1e-3
+    assert (found[0] - found[1]).abs().max() < 1e-5 * largest
+
+
+async def test_less_free_memory_gives_shorter_rows_and_the_same_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found, rows = [], []
+    samples: list[Sample] = []
+    monkeypatch.setattr(local, "MICRO_BATCH", (1, 16384))
+    for free in (10**11, 2 * 10**7):
+        monkeypatch.setattr(local, "free_memory", lambda device, free=free: free)
+        policy = runtime(lr=1e-12)
+        policy.optim = OptimSettings(lr=1e-12, max_grad_norm=1e9)
+        samples = samples or await group(policy)
+        await policy.train(samples, LossSettings())
+        rows.append(len(policy._rows(samples)))
+        found.append(gradients(policy))
+    assert rows[0] == 1 < rows[1]
+    assert torch.allclose(found[0], found[1], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_that_gradients_and_moments_will_take_is_left_to_them(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = tiny_random_model()
+    policy = LocalRuntime(TransformersLLM(model.to(dtype), tokenizer), OptimSettings())
+    size = 4 * sum(p.numel() for p in model.parameters())  # in float32, as masters are
+    monkeypatch.setattr(local, "MICRO_BATCH", (1, 16384))
+    monkeypatch.setattr(local, "_SHARES", {"cpu": 1.0})
+    monkeypatch.setattr(local, "free_memory", lambda device: 3 * size)
+    assert policy._fitting == 1
+
+
+def test_a_context_shorter_than_the_probe_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    _, tokenizer = tiny_random_model()
+    config = GPT2Config(vocab_size=len(tokenizer), n_positions=48, n_embd=16, n_layer=1, n_head=2)
+    config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
+    policy = LocalRuntime(TransformersLLM(GPT2LMHeadModel(config), tokenizer), OptimSettings())
+    monkeypatch.setattr(local, "free_memory", lambda device: 10**12)
+    assert policy._fitting == local.MICRO_BATCH[1]
+
+
 async def test_kl_penalty_is_zero_at_the_reference_and_grows_away_from_it() -> None:
     policy = runtime(lr=1e-2, reference=True)
     samples = [
@@ -202,20 +265,41 @@ async def test_branched_rows_give_the_gradients_of_plain_rows_at_less_cost(
     assert torch.allclose(found[0], found[1], atol=1e-5, rtol=1e-4)
 
 
-async def test_a_model_that_ignores_masks_of_its_own_gets_plain_rows() -> None:
+@pytest.mark.slow
+async def test_packed_rows_of_a_model_with_shared_keys_have_the_gradients_of_plain_rows() -> None:
+    """SmolLM2: nine heads of queries over three of keys, prompts and responses beyond a block."""
+    settings = ModelSettings(name="smollm2", dtype="float32", lora=LoraSettings(rank=4))
+    optim = OptimSettings(lr=1e-12, max_grad_norm=1e9)
+    policy, _ = build_runtimes(settings, None, (optim, optim), shared=True)
+    prompt = tuple(1000 + 37 * i % 9000 for i in range(120))
+    samples = [
+        Sample(
+            tokens=(*prompt, *(2000 + (k + 1) * 53 * i % 7000 for i in range(300))),
+            positions=tuple(range(120, 420)),
+            logprobs=(-9.0,) * 300,
+            advantages=(1.0,) * 300,
+        )
+        for k in range(2)
+    ]
+    found, forwarded = [], []
+    for branching in (True, False):
+        policy._branching = branching
+        stats = await policy.train(samples, LossSettings(kind="sft"))
+        found.append(gradients(policy))
+        forwarded.append(stats.forwarded_tokens)
+    policy.close()
+    assert forwarded == [121 + 2 * 298, 2 * 419]  # both responses begin with one token
+    assert torch.allclose(found[0], found[1], atol=1e-5 * float(found[1].abs().max()), rtol=1e-3)
+
+
+async def test_a_model_that_takes_no_attention_from_outside_gets_plain_rows() -> None:
     policy, other = runtime(), runtime()
     forward = policy.llm.model.model.forward
 
     def causal_only(
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        position_ids: torch.Tensor | None = None,
+        input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, **options: object
     ) -> object:
-        return forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask if attention_mask.ndim == 2 else None,
-            position_ids=position_ids,
-        )
+        return forward(input_ids=input_ids, position_ids=position_ids, use_cache=False)
 
     samples = await group(other)
     policy.llm.model.model.forward = causal_only

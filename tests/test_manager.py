@@ -3,6 +3,7 @@ fail.
 """
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -72,13 +73,22 @@ def bank(tmp_path):
         yield bank
 
 
+def wait_until(condition, seconds=20.0):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not happen in time"
+        time.sleep(0.01)
+
+
 def trajectories(count, **fields):
     return [Trajectory(id=f"t{i}", task="open the door", **fields) for i in range(count)]
 
 
 def test_thirty_two_identical_queries_in_one_batch_spread_over_many_entries(bank):
     bank.add_many([f"open the red door {chr(97 + i)}" for i in range(16)])
-    with ExperienceManager(bank, retrieval={"pool": 16, "batch_size": 32}) as manager:
+    with ExperienceManager(
+        bank, retrieval={"strategy": "diverse", "pool": 16, "batch_size": 32}
+    ) as manager:
         rows = manager.search(["open the red door"] * 32)
         assert len({row[0].experience.id for row in rows}) >= 3
         assert manager.stats()["mean_batch"] == 32
@@ -132,7 +142,9 @@ def test_same_seed_same_hits(bank):
     picks = []
     for _ in range(2):
         with bank.fork(bank.path.parent / f"copy{len(picks)}") as copy:
-            with ExperienceManager(copy, seed=4, retrieval={"exploration": 0.7}) as manager:
+            with ExperienceManager(
+                copy, seed=4, retrieval={"strategy": "diverse", "exploration": 0.7}
+            ) as manager:
                 rows = manager.search([f"open door {i % 5}" for i in range(60)], k=2)
             picks.append([[(h.experience.id, h.propensity) for h in row] for row in rows])
     assert picks[0] == picks[1] and any(p < 1 for row in picks[0] for _, p in row)
@@ -350,9 +362,9 @@ def test_no_more_than_distill_workers_run_at_once(bank):
     assert 1 < extractor.most <= 3
 
 
-def test_without_an_extractor_outcomes_are_recorded_and_nothing_is_queued(bank):
+def test_without_an_extractor_and_a_shared_queue_outcomes_are_recorded_only(bank):
     entry = bank.add("a")
-    with ExperienceManager(bank) as manager:
+    with ExperienceManager(bank, share_queue=False) as manager:
         assert (
             manager.submit(
                 Trajectory(
@@ -368,10 +380,113 @@ def test_without_an_extractor_outcomes_are_recorded_and_nothing_is_queued(bank):
 
 
 def test_a_manager_whose_extractor_is_taken_away_only_records(bank):
-    with ExperienceManager(bank, Echo()) as manager:
+    with ExperienceManager(bank, Echo(), share_queue=False) as manager:
         manager.extractor = None
         assert manager.submit(Trajectory(id="t", task="open the door")) is None
         assert bank.trajectory("t") is not None and list(bank.queue.waiting()) == []
+
+
+def test_what_a_manager_without_an_extractor_submits_waits_for_one(bank):
+    with ExperienceManager(bank) as worker:
+        assert worker.submit(Trajectory(id="t", task="open the door")) == "t"
+        worker.drain(timeout=5)
+        stats = worker.stats()
+        assert (stats["queued"], stats["waiting"], bank.queue.waiting()) == (0, 1, ["t"])
+    with ExperienceManager(bank, Echo()) as manager:
+        manager.drain(timeout=20)
+        assert manager.stats()["waiting"] == 0
+    assert [entry.text for entry in bank] == ["lesson of t"]
+
+
+def test_an_extractor_takes_live_what_others_submit(bank):
+    with ExperienceManager(bank) as worker, ExperienceManager(bank, Echo()) as manager:
+        manager.drain(timeout=5)
+        for trajectory in trajectories(5):
+            worker.submit(trajectory)
+        wait_until(lambda: manager.stats()["distilled"] == 5)
+        assert len(bank) == 5 and worker.stats()["distilled"] == 0
+
+
+def test_two_extractors_on_one_bank_share_the_work(bank):
+    first, second = Echo(delay=0.1), Echo(delay=0.1)
+    with (
+        ExperienceManager(bank) as worker,
+        ExperienceManager(bank, first, distill_workers=2) as one,
+        ExperienceManager(bank, second, distill_workers=2) as two,
+    ):
+        for trajectory in trajectories(30):
+            worker.submit(trajectory)
+        one.submit(Trajectory(id="own", task="t"))
+        one.drain(timeout=20)
+        two.drain(timeout=20)
+    done = sorted(first.distilled + second.distilled)
+    assert done == sorted(["own", *(f"t{i}" for i in range(30))]), "each once"
+    assert len(first.distilled) > 3 and len(second.distilled) > 3
+    assert "own" in first.distilled
+
+
+def test_a_closed_manager_gives_back_what_it_held(bank):
+    slow, quick = Echo(delay=60), Echo()
+    with ExperienceManager(bank) as worker:
+        for trajectory in trajectories(3):
+            worker.submit(trajectory)
+    manager = ExperienceManager(bank, slow)
+    wait_until(lambda: manager.stats()["running"] == 3)
+    assert bank.queue.lease("another", 9) == []
+    manager.close()
+    with ExperienceManager(bank, quick) as manager:
+        manager.drain(timeout=20)
+    assert sorted(quick.distilled) == ["t0", "t1", "t2"]
+
+
+def test_a_distiller_that_falls_silent_loses_its_items_and_the_first_result_counts(bank):
+    bank.submit_many(trajectories(2))
+    assert bank.queue.lease("silent", 1, seconds=0.2) == ["t0"]
+    extractor = Echo()
+    with ExperienceManager(bank, extractor, lease=0.3) as manager:
+        wait_until(lambda: bank.queue.waiting() == [])
+        manager.drain(timeout=20)
+    late = Distillation(parsed=ParsedOperations(operations=(Add(text="too late"),)))
+    assert bank.apply(late, trajectory=trajectories(1)[0], shown=(), item="t0") == []
+    assert sorted(entry.text for entry in bank) == ["lesson of t0", "lesson of t1"]
+
+
+def test_a_drain_that_ends_too_early_loses_nothing_that_it_took(bank, monkeypatch):
+    with ExperienceManager(bank) as worker, ExperienceManager(bank, Echo()) as manager:
+        lease = bank.queue.lease
+
+        def late(*args, **kwargs):
+            taken = lease(*args, **kwargs)
+            time.sleep(0.2)  # as over a slow network
+            return taken
+
+        monkeypatch.setattr(type(bank.queue), "lease", lambda self, *a, **k: late(*a, **k))
+        worker.submit(Trajectory(id="t", task="t"))
+        for _ in range(20):
+            with contextlib.suppress(TimeoutError):
+                manager.drain(timeout=0.01)
+        wait_until(lambda: manager.stats()["distilled"] == 1, seconds=10)
+
+
+def test_close_does_not_wait_for_what_others_go_on_submitting(bank):
+    ended = threading.Event()
+
+    def submit_for_ever():
+        with ExperienceManager(bank) as worker:
+            while not ended.is_set():
+                worker.submit(Trajectory(task="t"))
+
+    thread = threading.Thread(target=submit_for_ever)
+    thread.start()
+    try:
+        manager = ExperienceManager(bank, Echo(delay=0.05), distill_workers=2)
+        wait_until(lambda: manager.stats()["distilled"] > 3)
+        start = time.monotonic()
+        manager.close(drain=60)
+        assert time.monotonic() - start < 20
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_ask_refines_the_hit_and_names_everything_that_earns_credit(bank):

@@ -18,6 +18,7 @@ from experiential.llm.models import (
     convert_gguf,
     load_model,
     load_tokenizer,
+    merged_weights,
     resolve_device,
     resolve_model,
 )
@@ -57,6 +58,34 @@ def test_lora_adds_one_trainable_adapter_per_name_over_a_frozen_base(folder: Pat
     assert set(model.peft_config) == {"actor", "extractor"} and model.active_adapter == "actor"
     trainable = [name for name, weight in model.named_parameters() if weight.requires_grad]
     assert trainable and all("lora_" in name and ".actor." in name for name in trainable)
+
+
+def test_merged_weights_are_those_of_a_checkpoint_with_the_adapter_in_them(folder: Path):
+    settings = ModelSettings(name=str(folder), device="cpu", lora=LoraSettings(rank=2))
+    model, _ = load_model(settings, adapters=("actor", "extractor"))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.1)
+    base = model.get_base_model()
+    kept = {name: weight.clone() for name, weight in base.named_parameters()}
+    found = {
+        adapter: {name: w.clone() for name, w in merged_weights(base, adapter)}
+        for adapter in ("actor", "extractor")
+    }
+    assert all(torch.equal(weight, kept[name]) for name, weight in base.named_parameters())
+    plain, _ = load_model(ModelSettings(name=str(folder), device="cpu"))
+    names = [name for name, _ in plain.named_parameters()]
+    assert names == [name for name, _ in merged_weights(plain, None)]
+    ids = torch.arange(10)[None]
+    for adapter, weights in found.items():
+        assert list(weights) == names
+        plain.load_state_dict(weights, strict=False)
+        model.set_adapter(adapter)
+        with torch.no_grad():
+            assert torch.allclose(plain(ids).logits, model(ids).logits, atol=1e-4)
+    assert not torch.allclose(*(w[names[1]] for w in found.values()))
 
 
 def test_lora_without_peft_names_the_extra(folder: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,12 +1,18 @@
-"""Packing: equal prefixes are computed once, and nothing is lost."""
+"""Packing: equal prefixes are computed once, nothing is lost, and each token sees its own path."""
 
 from __future__ import annotations
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
 
+from experiential.training import attention
 from experiential.training.runtime import Sample
-from experiential.training.samples import micro_batches, pack
+from experiential.training.samples import Row, pack
+
+SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=9), min_size=1, max_size=25)
 
 
 def _sample(tokens: list[int]) -> Sample:
@@ -15,70 +21,87 @@ def _sample(tokens: list[int]) -> Sample:
     )
 
 
+def dense(row: Row) -> torch.Tensor:
+    """Whether token i sees token j: itself or earlier on one of its paths, shape (n, n)."""
+    visible = torch.zeros(len(row.tokens), len(row.tokens), dtype=torch.bool)
+    for path in row.paths:
+        for depth, i in enumerate(path):
+            visible[i, list(path[: depth + 1])] = True
+    return visible
+
+
 def test_equal_prompts_cost_one_row() -> None:
-    rows = pack([_sample([1, 2, 3, 9]), _sample([1, 2, 3, 8]), _sample([1, 2, 3, 7])])
-    assert [r.tokens for r in rows] == [(1, 2, 3)]
-    assert sorted(rows[0].samples) == [0, 1, 2]
+    samples = [_sample([1, 2, 3, 9]), _sample([1, 2, 3, 8]), _sample([1, 2, 3, 7])]
+    (row,) = pack(samples, limit=100)
+    assert row.tokens == (1, 2, 3)
+    assert sorted(row.samples) == [0, 1, 2]
 
 
 def test_a_turn_is_read_off_the_longer_conversation() -> None:
-    rows = pack([_sample([1, 2, 3]), _sample([1, 2, 3, 4, 5]), _sample([1, 7, 3])])
+    samples = [_sample([1, 2, 3]), _sample([1, 2, 3, 4, 5]), _sample([1, 7, 3])]
+    rows = pack(samples, limit=100, branching=False)
     assert {r.tokens: sorted(r.samples) for r in rows} == {(1, 2, 3, 4): [0, 1], (1, 7): [2]}
-
-
-@given(st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=8), min_size=1, max_size=30))
-def test_every_sample_is_in_exactly_one_row_that_begins_with_its_inputs(
-    sequences: list[list[int]],
-) -> None:
-    samples = [_sample(s) for s in sequences]
-    rows = pack(samples)
-    assert sorted(i for r in rows for i in r.samples) == list(range(len(samples)))
-    assert all(
-        r.tokens[: len(samples[i].tokens) - 1] == samples[i].tokens[:-1]
-        for r in rows
-        for i in r.samples
-    )
-    assert not any(a is not b and b.tokens[: len(a.tokens)] == a.tokens for a in rows for b in rows)
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 120))
-def test_micro_batches_keep_order_and_respect_the_limit(lengths: list[int], limit: int) -> None:
-    rows = pack([_sample([i % 7, i, *range(n)]) for i, n in enumerate(lengths)])
-    batches = list(micro_batches(rows, limit))
-    assert [r for b in batches for r in b] == rows
-    assert all(len(b) == 1 or max(len(r.tokens) for r in b) * len(b) <= limit for b in batches)
 
 
 def test_members_of_a_group_share_their_prompt_where_rows_may_branch() -> None:
     prompt = list(range(150))
     group = [_sample([*prompt, *range(200 + 40 * k, 232 + 40 * k)]) for k in range(8)]
-    (row,) = pack(group, parity=768)
-    assert row.branched and len(row.tokens) == 150 + 8 * 31
-    assert not any(r.branched for r in pack(group)) and len(pack(group)) == 8
+    (row,) = pack(group, limit=1000)
+    assert len(row.tokens) == 150 + 8 * 31
+    assert [len(r.tokens) for r in pack(group, limit=300)] == [150 + 4 * 31] * 2
+    assert len(pack(group, limit=1000, branching=False)) == 8
 
 
-def test_a_row_does_not_grow_to_where_attention_costs_more_than_sharing_saves() -> None:
-    samples = [_sample([1, 2, 3, 4, *(10 * k + i % 7 for i in range(100))]) for k in range(1, 30)]
-    assert len(pack(samples, parity=10**9)) == 1
-    assert len(pack(samples, parity=100)) == len(samples)
-
-
-@given(
-    st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=9), min_size=1, max_size=25),
-    st.sampled_from([0, 8, 64, 10**9]),
-)
-def test_in_a_branched_row_every_token_sees_its_own_sequence_and_nothing_else(
-    sequences: list[list[int]], parity: int
+@given(SEQUENCES, st.integers(1, 40), st.booleans())
+def test_every_sample_is_in_one_row_within_the_limit_and_has_its_own_path(
+    sequences: list[list[int]], limit: int, branching: bool
 ) -> None:
     samples = [_sample(s) for s in sequences]
-    rows = pack(samples, parity=parity)
+    rows = pack(samples, limit=limit, branching=branching)
     assert sorted(i for r in rows for i in r.samples) == list(range(len(samples)))
     for row in rows:
-        positions, visible = row.layout()
+        plain = all(path == tuple(range(len(path))) for path in row.paths)
+        assert plain or (branching and len(row.tokens) <= limit)
         for index, path in zip(row.samples, row.paths, strict=True):
             assert tuple(row.tokens[i] for i in path) == samples[index].tokens[:-1]
-            assert [positions[i] for i in path] == list(range(len(path)))
-            for depth, i in enumerate(path):
-                assert set(visible[i].nonzero()[0]) == set(path[: depth + 1])
-        assert row.branched == any(path != tuple(range(len(path))) for path in row.paths)
-    assert sum(len(r.tokens) for r in rows) <= sum(len(r.tokens) for r in pack(samples))
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2)])  # the second shares keys among queries
+@given(sequences=SEQUENCES, queries=st.sampled_from([2, 3, 256]), kept=st.sampled_from([1, 8]))
+def test_attention_and_its_gradients_are_those_of_a_dense_mask(
+    heads: tuple[int, int], sequences: list[list[int]], queries: int, kept: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "QUERIES", queries)
+        patch.setattr(attention, "_KEPT", kept)
+        (row,) = pack([_sample(s) for s in sequences], limit=10**6)
+        layout = attention.layout(row, torch.device("cpu"), torch.float64)
+        assert all(
+            [int(layout.positions[0, i]) for i in path] == list(range(len(path)))
+            for path in row.paths
+        )
+        torch.manual_seed(0)
+        made = [
+            torch.randn(1, h, len(row.tokens), 4, dtype=torch.float64, requires_grad=True)
+            for h in (heads[0], heads[1], heads[1])
+        ]
+        packed, _ = attention.packed_attention(torch.nn.Module(), *made, None, layout=layout)
+    plain = scaled_dot_product_attention(
+        *made, attn_mask=dense(row), enable_gqa=heads[0] != heads[1]
+    ).transpose(1, 2)
+    assert torch.allclose(packed, plain, atol=1e-12)
+    pull = torch.randn_like(plain)
+    for a, b in zip(
+        torch.autograd.grad(packed, made, pull), torch.autograd.grad(plain, made, pull), strict=True
+    ):
+        assert torch.allclose(a, b, atol=1e-12)
+
+
+def test_masks_grow_with_the_group_and_not_with_its_square() -> None:
+    def elements(members: int) -> int:
+        group = [_sample([*range(200), 500 + k, *range(600)]) for k in range(members)]
+        (row,) = pack(group, limit=10**6)
+        masks = attention.layout(row, torch.device("cpu"), torch.float32).masks
+        return sum({id(m): m.numel() for m in masks if m is not None}.values())
+
+    assert elements(16) == elements(4) < 10**6

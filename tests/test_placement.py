@@ -461,10 +461,11 @@ class TestRefusals:
                 ["extractor_model={name: tiny, dtype: bfloat16, lora: {}}"],
                 ["extractor_model.lora", "rank 8"],
             ),
-            (["model.dtype=float32"], ["model.dtype to be bfloat16", "got float32"]),
+            (["actor.options.top_p=0.9"], ["actor.options.top_p to be 1", "got 0.9"]),
+            (["model.dtype=float32"], ["model.dtype to be auto or bfloat16", "got float32"]),
             (
                 ["extractor_model={name: tiny, dtype: float32}"],
-                ["extractor_model.dtype to be bfloat16"],
+                ["extractor_model.dtype to be auto or bfloat16"],
             ),
             (
                 ["cluster.actor={batch_size: 20, micro_batch_size: 4, gpus_per_node: 2}"],

@@ -296,5 +296,5 @@ def test_an_unknown_prompt_set_is_an_error_that_names_the_sets() -> None:
         prompt_set("medium")
     assert {(prompts.name, prompts.version) for prompts in (BRIEF, FULL)} == {
         ("brief", "1"),
-        ("full", "3"),
+        ("full", "4"),
     }

@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
@@ -19,6 +20,7 @@ from experiential.bank.folder import FolderBank
 from experiential.bank.http import wire
 from experiential.bank.http.client import RemoteBank, RemoteQueue, RemoteView
 from experiential.bank.protocol import Bank, Queue, View
+from experiential.bank.records import Asked
 from experiential.bank.state import BankView
 from experiential.bank.storage.tables import DistillationQueue
 from experiential.errors import BankError
@@ -119,10 +121,13 @@ def _apply(w: World) -> Any:
         told, trajectory=ended, shown=[w.first], item=ended.id, extractor_version=9
     )
     again = w.bank.apply(told, trajectory=ended, shown=[w.first], item=ended.id)
+    other = xp.Update(entry=1, text="leave the house by the window")
+    moved = w.bank.apply(distillation(other), trajectory=w.episodes[2], shown=[w.first])
     return (
         queued,
         written,
         again,
+        [(one.version, one.task) for one in moved] == [(3, "leave the house")],
         dict(w.bank.refused),
         w.bank.queue.state(ended.id),
         w.bank.generation(told.generation.id),
@@ -192,6 +197,15 @@ def _queue(w: World) -> Any:
         queue.waiting() == [ended.id],
         queue.state("nobody"),
     ]
+    w.bank.submit(w.episodes[1], holder="a")
+    leased = [
+        queue.lease("b", 9, keep=[w.episodes[1].id]) == [ended.id],
+        queue.lease("a", 9),
+        queue.release("b"),
+        queue.lease("a", 0),
+        queue.lease("a", 1, seconds=5) == [ended.id],
+        queue.counts(),
+    ]
     failed = [
         queue.fail(ended.id, "timeout", last=False),
         queue.fail(ended.id, "again", last=True),
@@ -199,36 +213,55 @@ def _queue(w: World) -> Any:
     ]
     return (
         submitted,
+        leased,
         failed,
         queue.dead_letters(),
         queue.requeue("nobody"),
         queue.requeue(ended.id),
+        queue.lease("b", 9) == [ended.id],  # nobody holds what was given up
         queue.state(ended.id),
     )
 
 
-def _trust_after(w: World) -> Any:
-    before = w.bank.trust_after
-    w.bank.trust_after = 2
-    return before, w.bank.trust_after, w.bank.standing(w.first.id), w.bank.trusted()
-
-
-def _trust_book(w: World) -> Any:
-    late = w.bank.add("knock first")
-    for task in ("a", "b", "c"):
-        w.bank.record(episode(late, success=True, group=task, task=task))
-        w.bank.record(episode(None, success=False, group=task, task=task))
-    book = w.bank.trust_book(2)
-    before = book.is_trusted(late)
-    book.refresh()
+def _episode(w: World) -> Any:
+    with w.bank.episode("open the door", k=2) as played:
+        played.record("a door", "pull", 1.0)
+        said = played.tool({"query": "open the door"})
+        ended = played.finish(success=True)
+    with pytest.raises(ZeroDivisionError), w.bank.episode("open the door") as broken:
+        _ = 1 / 0
+    assert w.bank.trajectory(broken.id) == broken.trajectory
     return (
-        before,
-        book.is_trusted(late),
-        book.is_trusted(w.first),
-        len(book.trusted),
-        w.bank.trusted(after=2),
-        w.bank.trusted(after=2, at=w.bank.commits()[0].id),
+        played.advice,
+        said,
+        [hit.model_dump(exclude={"experience"}) for hit in played.hits],
+        ended.uses,
+        w.bank.trajectory(ended.id) == ended,
+        w.bank.queue.waiting() == [ended.id],
+        w.bank.outcomes(w.first.id, w.first.version),
     )
+
+
+def _standings(w: World) -> Any:
+    late = w.bank.add("knock first", task="open the door")
+    for _ in range(9):
+        w.bank.record(episode(late, success=False))
+        w.bank.record(episode(None, success=True))
+    asked = [Asked(id=one.id, version=1) for one in (*w.entries, late)]
+    near = [Asked(id=late.id, version=1, relevance=0.5), Asked(id=late.id, version=1, relevance=1)]
+    return w.bank.standings(asked + near), w.bank.standings([]), w.bank.uplift(late.id)
+
+
+def _approve(w: World) -> Any:
+    told = distillation(xp.Add(text="knock first"), xp.Update(entry=1, text="oil the key"))
+    ended = w.episodes[0]
+    new, other = w.bank.apply(told, trajectory=ended, shown=[w.first], review=True)
+    hidden = [hit.experience.text for hit in w.bank.search("knock first oil the key", k=9)]
+    approved = w.bank.approve(new.id), w.bank.approve(other.id)
+    shown = [hit.experience.text for hit in w.bank.search("knock first oil the key", k=9)]
+    with pytest.raises(BankError, match="Expected the id of a proposed entry"):
+        w.bank.approve(new.id)
+    return new.proposed, hidden, approved, shown, len(w.bank)
 
 
 SCENARIOS: dict[str, Callable[[World], Any]] = {
@@ -282,11 +315,21 @@ SCENARIOS: dict[str, Callable[[World], Any]] = {
         w.bank.record(one),
         w.bank.get(w.first.id),
     ],
+    "conclude": lambda w: [
+        w.bank.record(one := episode(w.first, success=True).model_copy(update={"success": None})),
+        w.bank.conclude(one.id, False, judgement="it fell"),
+        w.bank.conclude(one.id, True),
+        w.bank.trajectory(one.id),
+        w.bank.get(w.first.id),
+    ],
     "submit": _queue,
+    "episode": _episode,
     "queue": _queue,
     "text_limit": lambda w: [w.bank.text_limit, w.bank.namespace],
     "submit_many": lambda w: [
         w.bank.submit_many([w.episodes[0], w.episodes[0]]),
+        w.bank.submit_many([w.episodes[1]], holder="a"),
+        len(w.bank.queue.lease("b", 9)),
         w.bank.submit_many([episode(w.first, success=False)], distil=False),
         w.bank.queue.waiting(),
     ],
@@ -332,14 +375,8 @@ SCENARIOS: dict[str, Callable[[World], Any]] = {
         w.bank.merge_duplicates(w.bank.deduplicate(0.9, dry_run=True), "looked at"),
         w.bank.merge_duplicates([]),
     ],
-    "standing": lambda w: [w.bank.standing(w.first.id), w.bank.standing(w.first.id, after=2)],
-    "trusted": lambda w: [
-        w.bank.trusted(),
-        w.bank.trusted(after=1),
-        w.bank.trusted(after=1, at=w.bank.commits()[0].id),
-    ],
-    "trust_after": _trust_after,
-    "trust_book": _trust_book,
+    "standings": _standings,
+    "approve": _approve,
     "embedder": lambda w: [w.bank.embedder.id, w.bank.embedder(["red door", "key"]).round(5)],
     "redacted": lambda w: [
         dict(w.bank.redacted),
@@ -383,14 +420,21 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 _names = count()
 
 
-@pytest.fixture
-def both(url: str, tmp_path: Path) -> Iterator[tuple[World, World]]:
-    """Two banks with the same little history: a folder's own, and one behind the server."""
+@pytest.fixture(params=["http", "process"])
+def both(url: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[World, World]]:
+    """Two banks with the same little history: a folder's own, and one behind the server, or the
+    handle that another process would have of a folder's.
+    """
     name = f"namespace {next(_names)}"
-    with (
-        xp.ExperienceBank(tmp_path / "local", namespace=name, embedder="hashing") as local,
-        xp.ExperienceBank(url, namespace=name) as far,
-    ):
+    with ExitStack() as stack:
+        options: dict[str, Any] = {"namespace": name, "embedder": "hashing"}
+        local = stack.enter_context(xp.ExperienceBank(tmp_path / "local", **options))
+        if request.param == "http":
+            far = stack.enter_context(xp.ExperienceBank(url, namespace=name))
+        else:
+            owned = stack.enter_context(xp.ExperienceBank(tmp_path / "owned", **options))
+            _, (line, (kind, arguments)) = owned.__reduce__()
+            far = stack.enter_context(kind(line, **arguments))
         assert isinstance(far, RemoteBank) and isinstance(local, FolderBank)
         yield world(local, tmp_path), world(far, tmp_path)
 
@@ -576,7 +620,15 @@ def test_an_operation_that_is_a_method_has_its_arguments_and_its_result(name: st
 
 def test_every_method_of_a_bank_has_an_operation_or_is_made_of_others() -> None:
     told = {operation.path.rpartition(".")[2] for operation in wire.OPERATIONS.values()}
-    made = {"export", "import_", "snapshot", "submit_many", "counters", "trust_book", "close"}
+    made = {
+        "episode",
+        "export",
+        "import_",
+        "snapshot",
+        "submit_many",
+        "counters",
+        "close",
+    }
     described = {"head", "text_limit", "embedder", "redacted", "closed", "queue"}  # by info
     described |= {"namespace", "read_only", "refused"}  # the client's own
     assert public(Bank) <= told | made | described

@@ -19,7 +19,6 @@ from experiential.bank.search.strategies import (
     strategy,
 )
 from experiential.errors import ConfigError
-from experiential.types import Trajectory, Use
 
 
 def candidates(*cosines):
@@ -64,7 +63,10 @@ def test_five_picks_in_a_row_follow_the_hand_worked_order():
     """Distinct cosines, lambda .4, window 8: 0; then 0 has -1.28 < -1, so 1; then -1.28, -2.28, -2
     gives 0 twice more.
     """
-    seen, settings = Retrievals(window=8), RetrievalOptions(pool=4, diversity=0.4, recency=8)
+    seen, settings = (
+        Retrievals(window=8),
+        RetrievalOptions(strategy="diverse", pool=4, diversity=0.4, recency=8),
+    )
     order = [
         select(candidates(0.9, 0.8, 0.7, 0.6), seen, settings, rng())[0][0].id for _ in range(4)
     ]
@@ -91,18 +93,26 @@ def test_counts_of_earlier_sessions_are_added():
 
 
 def test_identical_queries_rotate_over_tied_entries():
-    seen, settings = Retrievals(window=8), RetrievalOptions(pool=4)
+    seen, settings = Retrievals(window=8), RetrievalOptions(strategy="diverse", pool=4)
     tied = candidates(*[0.8 - i * 1e-5 for i in range(16)])
     got = [select(tied, seen, settings, rng())[0][0].id for _ in range(16)]
     assert set(got) == {c.id for c in tied}
 
 
 def test_floor_abstains():
-    assert select(candidates(0.29, 0.1), Retrievals(8), RetrievalOptions(floor=0.3), rng()) == []
+    assert (
+        select(
+            candidates(0.29, 0.1),
+            Retrievals(8),
+            RetrievalOptions(strategy="diverse", floor=0.3),
+            rng(),
+        )
+        == []
+    )
 
 
 def test_only_entries_above_the_floor_are_in_the_pool():
-    seen, settings = Retrievals(8), RetrievalOptions(floor=0.5, pool=8)
+    seen, settings = Retrievals(8), RetrievalOptions(strategy="diverse", floor=0.5, pool=8)
     got = {select(candidates(0.9, 0.6, 0.4), seen, settings, rng())[0][0].id for _ in range(50)}
     assert got == {"m0", "m1"}
 
@@ -110,7 +120,7 @@ def test_only_entries_above_the_floor_are_in_the_pool():
 def test_pool_is_cut_to_its_size_and_border_ties_prefer_the_least_retrieved():
     seen = Retrievals(8)
     seen.note("m1")
-    settings = RetrievalOptions(floor=0.0, pool=1)
+    settings = RetrievalOptions(strategy="diverse", floor=0.0, pool=1)
     picks = select(candidates(0.9, 0.5, 0.5, 0.4), seen, settings, rng(), k=2)
     assert [candidate.id for candidate, _ in picks] == ["m0", "m2"]
 
@@ -139,7 +149,7 @@ def test_draw_without_replacement_renormalises():
 def test_same_seed_same_draws():
     def run():
         seen, generator = Retrievals(8), random.Random(3)
-        settings = RetrievalOptions(exploration=1.0, pool=8)
+        settings = RetrievalOptions(strategy="diverse", exploration=1.0, pool=8)
         return [
             select(candidates(0.9, 0.8, 0.7, 0.6), seen, settings, generator)[0] for _ in range(20)
         ]
@@ -152,18 +162,6 @@ def test_nearest_gives_the_same_entries_again_and_again():
     rows = [select(candidates(0.7, 0.9, 0.4), seen, settings, rng(), k=2) for _ in range(3)]
     assert rows == [[(Candidate("m1", 0.9), 1.0), (Candidate("m0", 0.7), 1.0)]] * 3
     assert seen.count("m1") == 3 and seen.count("m2") == 0
-
-
-def test_utility_weighs_cosines_by_the_laplace_score():
-    """0.9 * 1/5 = 0.18 < 0.6 * 3/4 = 0.45; the third would score most but lies outside the pool of
-    two.
-    """
-    scores = {"m0": 1 / 5, "m1": 3 / 4, "m2": 1.0}
-    seen = Retrievals(8, utility=scores.__getitem__)
-    settings = RetrievalOptions(strategy="utility", pool=2, floor=0.0)
-    assert [c.id for c, _ in select(candidates(0.9, 0.6, 0.5), seen, settings, rng(), k=1)] == [
-        "m1"
-    ]
 
 
 def test_random_draws_each_of_the_pool_alike_and_says_so():
@@ -194,23 +192,11 @@ def test_a_registered_strategy_is_chosen_by_name_and_an_unknown_one_refused(tmp_
             with ExperienceManager(bank, retrieval={"strategy": "last", "floor": 0.3}) as manager:
                 assert manager.search("open the red door")[0].experience.text == "open the red gate"
             with pytest.raises(
-                ConfigError, match="diverse, nearest, utility, random, last.*; did you mean 'last'"
+                ConfigError, match="diverse, nearest, evidence, random, last.*; did you mean 'last'"
             ):
                 ExperienceManager(bank, retrieval={"strategy": "lasd"})
     finally:
         del STRATEGIES["last"]
-
-
-def test_utility_comes_from_the_outcomes_in_the_bank(tmp_path):
-    with ExperienceBank(tmp_path / "bank", embedder="hashing") as bank:
-        near, useful = bank.add_many(["open the red door", "open the red doors"])
-        for success, entry in ((False, near), (False, near), (True, useful)):
-            use = Use(experience_id=entry.id, experience_version=1)
-            bank.record(Trajectory(task="open the red door", uses=(use,), success=success))
-        with ExperienceManager(bank, retrieval={"strategy": "utility"}) as manager:
-            assert manager.search("open the red door")[0].experience.id == useful.id
-        with ExperienceManager(bank, retrieval={"strategy": "nearest"}) as manager:
-            assert manager.search("open the red door")[0].experience.id == near.id
 
 
 def test_a_strategy_of_a_foreign_module_is_named_by_module_and_attribute(tmp_path, monkeypatch):

@@ -282,25 +282,20 @@ def test_a_manager_with_an_extractor_distils_through_a_server(
     assert bank.queue.state(ended.id) == "done"
 
 
-def test_a_manager_over_a_server_holds_back_what_is_not_trusted(url: str, bank: Bank) -> None:
+def test_a_manager_over_a_server_shows_what_outcomes_proved(url: str, bank: Bank) -> None:
     proven, new = bank.add_many(
         ["Pull the red door.", "Pull the red door hard."], task="open the red door"
     )
-    for task in ("a", "b", "c"):
-        for entry, success in ((proven, True), (None, False)):
-            condition = xp.Condition.FREE if entry is None else xp.Condition.GUIDED
-            bank.record(
-                trajectory(entry, success=success, condition=condition, group=task, task_id=task)
-            )
-    with xp.ExperienceManager(
-        xp.ExperienceBank(url), trust_after=2, provisional_share=0.0
-    ) as manager:
-        hits = manager.search("open the red door", k=2, episode="e1")
-        assert [hit.experience.id for hit in hits] == [proven.id]
-        assert (manager.stats()["trusted"], manager.stats()["provisional"]) == (1, 1)
-    assert bank.trust_after == 2 and [entry.id for entry in bank.trusted()] == [proven.id] != [
-        new.id
-    ]
+    scores = {hit.experience.id: hit.score for hit in bank.search("open the red door", k=2)}
+    with xp.ExperienceManager(xp.ExperienceBank(url)) as manager:
+        for _ in range(6):
+            for entry, success in ((proven, True), (new, False)):
+                used = {"experience_id": entry.id, "experience_version": 1}
+                uses = (Use(**used, score=scores[entry.id]),)
+                bank.record(xp.Trajectory(task="open the red door", uses=uses, success=success))
+            bank.record(xp.Trajectory(task="open the red door", success=False))
+        shown = {manager.search("open the red door")[0].experience.id for _ in range(20)}
+        assert shown == {proven.id}
 
 
 def test_what_is_set_at_the_server_is_not_taken_by_a_client(url: str, bank: Bank) -> None:

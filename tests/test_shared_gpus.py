@@ -21,6 +21,7 @@ import pytest
 
 from experiential.config import ClusterSettings, Experiment, PolicyClusterSettings
 from experiential.errors import BackendError, ConfigError, EnvError
+from experiential.llm import vllm
 from experiential.llm.base import SamplingParams
 from experiential.recipe import load_experiment
 from experiential.training.openrlhf import parts, versions
@@ -339,7 +340,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch, ray: Any) -> Gpus:
         parts, "start_ranks", lambda settings, group: Group(next(roles), group, gpus)
     )
     monkeypatch.setattr(parts, "strategy", lambda *_, **__: "the strategy")
-    monkeypatch.setattr(parts, "sampling_params", lambda *params: {"allowed": params[-1]})
+    monkeypatch.setattr(
+        vllm, "sampling_params", lambda *_, allowed_token_ids=None: {"allowed": allowed_token_ids}
+    )
     return gpus
 
 

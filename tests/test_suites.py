@@ -398,7 +398,7 @@ def test_with_learn_the_bank_grows_and_later_episodes_see_it(tmp_path: Path) -> 
         ),
         (
             ("--suite", "frozenlake", "--backend", "openai"),
-            "Expected --model NAME with --backend openai",
+            "Expected the name of a model at",
         ),
         (("--suite", "frozenlake", "--backend", "scripted"), "Expected --replies FILE"),
         (("--suite", "frozenlake", "--model", "./no/such/model"), "./no/such/model"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -13,6 +14,7 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from hypothesis import given
 from hypothesis import strategies as st
 
+import experiential as xp
 from experiential.envs import check_text_env
 from experiential.wrappers import ExperienceWrapper, TextObservation, UnicodeText
 from experiential.wrappers.text_observation import describe, plain_text, spoken_action
@@ -281,8 +283,81 @@ def test_success_is_the_environments_word_or_a_return_and_never_guessed() -> Non
     untold = TextObservation(frozen_lake(), actions=MOVES)
     assert "success" not in untold.reset(seed=0)[1]
     assert not any("success" in untold.step(move)[4] for move in way)
-    with pytest.raises(TypeError, match="give it to the wrapper that records"):
-        TextObservation(frozen_lake(), success=lambda trajectory: True)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="give it to the wrapper that records"):
+        TextObservation(frozen_lake(), success="better")
+
+
+def test_a_score_is_recorded_by_the_wrapper_outside_and_decides_success(tmp_path: Path) -> None:
+    env = TextObservation(
+        frozen_lake(), actions=MOVES, score=lambda run: -len(run.turns), success=-2
+    )
+    with xp.ExperienceBank(tmp_path / "bank", embedder="hashing") as bank:
+        wrapped = ExperienceWrapper(env, bank)
+        for moves, success in ((("right", "down"), True), (("down", "fly", "right"), False)):
+            wrapped.reset(seed=0)
+            *_, last = [wrapped.step(move) for move in moves]
+            assert last[2] and last[4]["score"] == -len(moves)
+            run = bank.trajectory(last[4]["trajectory_id"])
+            assert run is not None and (run.score, run.success) == (-len(moves), success)
+        other = ExperienceWrapper(env, bank, score=lambda run: 7.0)  # its own rule comes first
+        other.reset(seed=0)
+        *_, last = [other.step(move) for move in ("right", "down")]
+        run = bank.trajectory(last[4]["trajectory_id"])
+        assert run is not None and run.score == 7.0
+    broken = TextObservation(frozen_lake(), actions=MOVES, score=lambda run: float("nan"))
+    broken.reset(seed=0)
+    broken.step("right")
+    with pytest.raises(ValueError, match="finite"):
+        broken.step("down")
+
+
+class OddWord(gym.Wrapper[Any, Any, Any, Any]):
+    """Says who won instead of whether the player did."""
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        *step, info = super().step(action)
+        return (*step, info | {"won": "nobody"})
+
+
+@pytest.mark.parametrize("rule", [1, lambda run: run.reward > 0])
+def test_an_odd_word_of_the_environment_is_not_read_where_a_rule_is_given(rule: Any) -> None:
+    env = TextObservation(OddWord(frozen_lake()), actions=MOVES, success=rule, max_turns=2)
+    env.reset(seed=0)
+    env.step("down")
+    assert env.step("down")[4]["success"] is False
+    unruled = TextObservation(OddWord(frozen_lake()), actions=MOVES)
+    unruled.reset(seed=0)
+    with pytest.raises(TypeError, match=r"info\['won'\] to be True, False or None.*success="):
+        unruled.step("down")
+
+
+def test_a_function_reads_the_whole_episode_and_comes_before_the_environments_word() -> None:
+    seen: list[xp.Trajectory] = []
+
+    def walked_down(run: xp.Trajectory) -> bool | None:
+        seen.append(run)
+        return None if run.turns[0].invalid else run.turns[0].action == "down"
+
+    env = TextObservation(frozen_lake(), actions=MOVES, success=walked_down, max_turns=2)
+    for first, said in (("down", True), ("right", False), ("fly", None)):
+        env.reset(seed=0)
+        assert "success" not in env.step(first)[4] and len(seen) == 0
+        *_, truncated, info = env.step("left")
+        assert truncated and info.get("success") is said
+        run = seen.pop()
+        assert [turn.action for turn in run.turns] == [first, "left"]
+        assert run.turns[0].feedback == run.turns[1].observation or run.turns[0].invalid
+
+
+def test_a_judge_is_waited_for_at_the_last_step_and_may_fail() -> None:
+    llm = xp.ScriptedLLM(['{"reason": "It is there.", "verdict": "yes"}', "I do not know."])
+    judge = xp.Judge(llm, "The goal was reached.")
+    env = TextObservation(frozen_lake(), actions=MOVES, success=judge, max_turns=1)
+    env.reset(seed=0)
+    assert env.step("down")[4]["success"] is True
+    env.reset(seed=0)
+    assert "success" not in env.step("down")[4]
+    assert "down" in llm.calls[0][1]["content"]
 
 
 class MissionEnv(gym.Env[Any, int]):

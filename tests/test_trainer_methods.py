@@ -316,6 +316,27 @@ class Noted(Imitate):
         return {"noted": self.options["weight"]}
 
 
+class Waiting(Method):
+    """Report how long a distillation may take."""
+
+    def __init__(self, run: Run) -> None:
+        assert run.manager is not None
+        self.metrics = {"distill_timeout": run.manager.settings.distill_timeout}
+
+
+def test_a_trained_extractor_has_an_hour_per_distillation_unless_told_otherwise(
+    tmp_path: Path,
+) -> None:
+    short = "run.steps=1", "eval.before=false", "eval.after=false"
+    asked = f'methods={{"{__name__}:Waiting": {{}}}}'
+    _, events = run(tmp_path / "a", "complementary", *short, asked)
+    assert [e["distill_timeout"] for e in steps(events)] == [3600.0]
+    _, events = run(
+        tmp_path / "b", "complementary", *short, asked, "bank.options.distill_timeout=7"
+    )
+    assert [e["distill_timeout"] for e in steps(events)] == [7.0]
+
+
 def test_a_method_from_outside_joins_the_main_one_with_its_options(tmp_path: Path) -> None:
     asked = f'methods={{"{__name__}:Noted": {{weight: 3}}}}'
     _, events = run(tmp_path, "grpo", "run.steps=1", "eval.before=false", "eval.after=false", asked)

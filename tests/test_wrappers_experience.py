@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -11,13 +12,20 @@ import numpy as np
 import pytest
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.utils.env_checker import check_env
+from gymnasium.vector import SyncVectorEnv
 from gymnasium.wrappers import TimeLimit
 from hypothesis import given
 from hypothesis import strategies as st
 
+import experiential as xp
 from experiential.errors import BackendError, BankError
 from experiential.types import Condition, Trajectory, Use
-from experiential.wrappers import ExperienceWrapper, SearchAndAskWrapper, TextObservation
+from experiential.wrappers import (
+    ExperienceVectorWrapper,
+    ExperienceWrapper,
+    SearchAndAskWrapper,
+    TextObservation,
+)
 from tests.wrapper_worlds import CorridorEnv, CountingManager
 
 
@@ -197,6 +205,21 @@ def test_the_caller_says_it_with_a_return_or_a_function_of_the_trajectory() -> N
             ExperienceWrapper(CorridorEnv(), CountingManager(), success=wrong)  # type: ignore[arg-type]
 
 
+def test_a_rule_that_raises_costs_the_outcome_and_not_the_record(tmp_path: Path) -> None:
+    def wrong(trajectory: Trajectory) -> bool:
+        raise KeyError("score")
+
+    with xp.ExperienceBank(tmp_path, embedder="hashing") as bank:
+        env = ExperienceWrapper(CorridorEnv(), bank, success=wrong)
+        with pytest.raises(KeyError, match="score"):
+            play(env, "fall")
+        assert env.last_trajectory is not None
+        kept = bank.trajectory(env.last_trajectory.id)
+        assert kept is not None and kept.success is None and "KeyError" in (kept.error or "")
+        assert [turn.action for turn in kept.turns] == ["fall"] and bank.queue.waiting() == []
+        env.close()
+
+
 def test_a_return_that_reaches_the_threshold_of_the_specification_is_a_success() -> None:
     env = Silent()
     env.unwrapped.spec = EnvSpec("Corridor-v0", reward_threshold=0.7)
@@ -235,7 +258,7 @@ def test_options_of_the_wrapper_are_consumed_and_others_passed_on() -> None:
     assert world.seen_options == {"world": 5} and options["guided"] is False
     env.reset()
     assert world.seen_options is None
-    with pytest.raises(TypeError, match=r"options\['guided'\] to be True or False, got 'no'"):
+    with pytest.raises(TypeError, match=r"options\['guided'\] to be True, False or None, got 'no'"):
         env.reset(options={"guided": "no"})
 
 
@@ -453,3 +476,19 @@ def test_every_finished_episode_is_submitted_once_whatever_the_agent_does(calls:
             env.reset()
     assert (len({t.id for t in manager.submitted}), env.abandoned) == (ended, cut)
     assert all((t.condition is Condition.GUIDED) == bool(t.uses) for t in manager.submitted)
+
+
+def test_the_manager_decides_who_plays_free_where_nobody_says(tmp_path: Path) -> None:
+    with xp.ExperienceBank(tmp_path, embedder="hashing") as bank:
+        bank.add("Say go.", task="Cross the corridor.")
+        with xp.ExperienceManager(bank, free_share=1.0) as manager:
+            for env in (
+                ExperienceWrapper(CorridorEnv(), manager),
+                SearchAndAskWrapper(CorridorEnv(), bank=manager),
+                ExperienceVectorWrapper(SyncVectorEnv([CorridorEnv]), manager),
+            ):
+                log = env.logs[0] if isinstance(env, ExperienceVectorWrapper) else env.log
+                for options, condition in ((None, "free"), ({"guided": True}, "guided")):
+                    env.reset(options=options)
+                    assert log.episode is not None and log.episode.condition == condition
+                env.close()

@@ -18,7 +18,12 @@ from experiential.envs.vault import VaultEnv
 from experiential.errors import BackendError, EnvError
 from experiential.llm.scripted import ScriptedLLM
 from experiential.types import Message
-from experiential.wrappers import ExperienceWrapper, FeedbackWrapper, ReflectionWrapper
+from experiential.wrappers import (
+    ExperienceWrapper,
+    FeedbackWrapper,
+    ReflectionWrapper,
+    SearchAndAskWrapper,
+)
 from experiential.wrappers.feedback import with_comment, without_comment
 from tests.wrapper_worlds import CorridorEnv, CountingManager
 
@@ -327,3 +332,15 @@ def test_the_reflector_sees_what_the_mode_says(mode: Any) -> None:
     assert isinstance(asked.llm, ScriptedLLM)
     assert ("A wall." in observation) == (mode == "shown")
     assert ("A wall." in asked.llm.calls[0][1]["content"]) == (mode != "hidden")
+
+
+def test_a_question_is_credited_to_the_attempt_in_which_it_was_asked() -> None:
+    manager = CountingManager("Say go.")
+    inner = ReflectionWrapper(ExperienceWrapper(CorridorEnv(), manager), reflector())
+    ask = "<search_and_ask>how?</search_and_ask>"
+    play(SearchAndAskWrapper(inner), ask, "fall", "go", ask, "go", seed=3)
+    first, second = manager.submitted
+    for attempt, turn in ((first, 0), (second, 1)):
+        (use,) = [use for use in attempt.uses if use.how == "search_and_ask"]
+        assert (use.episode, use.turn) == (attempt.id, turn)
+    assert (first.success, second.success) == (False, True)

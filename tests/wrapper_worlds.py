@@ -66,7 +66,7 @@ class CountingManager:
         self.entries = [Experience(id=f"e{i}", text=text) for i, text in enumerate(texts)]
         self.error = error
         self.searches: list[tuple[Any, int | None, Any]] = []
-        self.asked: list[tuple[str, str, int, str | None]] = []
+        self.asked: list[tuple[str, str | None]] = []
         self.submitted: list[Trajectory] = []
         self.closed = 0
 
@@ -82,7 +82,6 @@ class CountingManager:
         *,
         k: int | None = None,
         exclude_instance: str | None = None,
-        episode: Any = "",
     ) -> Any:
         self.searches.append((query, k, exclude_instance))
         if self.error is not None:
@@ -95,20 +94,11 @@ class CountingManager:
         *,
         k: int | None = None,
         exclude_instance: str | None = None,
-        episode: Any = "",
     ) -> Any:
         return self.search(query, k=k, exclude_instance=exclude_instance)
 
-    def ask(
-        self,
-        query: str,
-        *,
-        k: int = 1,
-        episode: str = "",
-        turn: int = 0,
-        exclude_instance: str | None = None,
-    ) -> Any:
-        self.asked.append((query, episode, turn, exclude_instance))
+    def ask(self, query: str, *, k: int = 1, exclude_instance: str | None = None) -> Any:
+        self.asked.append((query, exclude_instance))
         if self.error is not None:
             raise self.error
         hit = next(iter(self._hits(1)), None)
@@ -127,6 +117,9 @@ class CountingManager:
             raise self.error
         self.submitted.append(trajectory)
         return trajectory.id
+
+    def plays_free(self, task: str) -> bool:
+        return False
 
     def close(self) -> None:
         self.closed += 1

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from experiential.agents.dialogue import ChatTemplate, Dialogue, MessageDialogue, SpanKind
 from experiential.agents.prompts import derived_seed, prompt_set
 from experiential.bank.text import escape_control
 from experiential.config import Advice
 from experiential.llm.base import LLM, SamplingParams
-from experiential.sync import EventLoopThread, shared_loop
-from experiential.types import FinishReason, Generation, Message
+from experiential.sync import run_sync
+from experiential.types import Action, FinishReason, Generation, Message, Usage, new_id
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -25,22 +24,6 @@ STOP = ("</action>", "</search_and_ask>", "</search_experience>", "</search_know
 """Strings that end a response; four, since services take no more. An answer needs none."""
 
 _OPEN = re.compile(rf"<(action|{'|'.join(CALLS)})>", re.IGNORECASE)
-
-
-def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end from synchronous code, even on the shared loop's own thread."""
-    shared = shared_loop()
-    try:
-        nested = asyncio.get_running_loop() is shared.loop
-    except RuntimeError:
-        nested = False
-    if not nested:
-        return shared.run(coroutine)
-    loop = EventLoopThread("experiential-nested")
-    try:
-        return loop.run(coroutine)
-    finally:
-        loop.close()
 
 
 def blocking(
@@ -91,10 +74,13 @@ class ActorAgent:
             the prompt.
         seed: makes every request repeatable; it is mixed with the turn.
         priority: of the requests, lower runs first.
+        tools: how the model calls what ``info["tools"]`` of the reset offers: ``native``, as tool
+            calls of the protocol, whose answers go back as tool messages; ``tag``, in text. None:
+            native where the backend supports it, as hosted models are trained for it.
 
     Raises:
-        ValueError: the prompt set or the place of advice does not exist, or ``history`` is
-            negative.
+        ValueError: the prompt set or the place of advice does not exist, ``history`` is
+            negative, or the backend has no native tools.
     """
 
     def __init__(
@@ -112,7 +98,13 @@ class ActorAgent:
         advice: Advice = "system",
         seed: int | None = None,
         priority: int = 0,
+        tools: Literal["native", "tag"] | None = None,
     ) -> None:
+        if tools not in (None, "tag", "native") or (tools == "native" and not llm.supports_tools):
+            raise ValueError(
+                "Expected tools to be 'tag', None, or 'native' with a backend that supports it, got"
+                f" {tools!r} with {llm.name!r}"
+            )
         if advice not in ("system", "observation"):
             raise ValueError(f"Expected advice to be 'system' or 'observation', got {advice!r}")
         self.llm = llm
@@ -123,6 +115,7 @@ class ActorAgent:
         self.keep_first = keep_first
         self.advice = advice
         self.seed = seed
+        self._native = tools != "tag"
         draw: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "priority": priority}
         self._sampling = SamplingParams(max_tokens=max_tokens, stop=STOP, **draw)
         self.reset()
@@ -137,6 +130,16 @@ class ActorAgent:
         )
         self.generations: list[Generation] = []
         self._experience: str | None = None
+        self._tools: tuple[dict[str, Any], ...] = ()
+        self._further: list[
+            Generation
+        ] = []  # calls of the last reply, to be made in the next turns
+
+    @property
+    def usage(self) -> Usage | None:
+        """Return what this episode's replies took; None if the backend does not say."""
+        told = [one.usage for one in self.generations if one.usage is not None]
+        return sum(told[1:], told[0]) if told else None
 
     async def aact(self, observation: str, info: Mapping[str, Any] | None = None) -> str:
         """Return the action for ``observation``; of ``info`` use admissible and experience_prompt.
@@ -146,22 +149,45 @@ class ActorAgent:
         """
         info = info or {}
         seed = None if self.seed is None else derived_seed(self.seed, len(self.generations))
-        sampling: dict[str, Any] = {"seed": seed}
+        if not self.generations and self._native:
+            self._tools = tuple(info.get("tools") or ())
+        sampling: dict[str, Any] = {"seed": seed, "tools": self._tools}
         choices = tuple(map(str, info.get("admissible") or ())) if self.constrain else ()
         if choices:
-            sampling |= {"choices": choices, "stop": ()}
+            sampling |= {"choices": choices, "stop": (), "tools": ()}
         advice = self._observe(observation, info.get("experience_prompt"), bool(choices))
-        try:
-            generation = await self.llm.generate(
-                self.dialogue.prompt(), self._sampling.model_copy(update=sampling)
-            )
-        except BaseException:  # the turn can be asked for again
-            self.dialogue.withdraw()
-            raise
+        if self._further:
+            generation = self._further.pop(0)
+        else:
+            try:
+                generation = await self.llm.generate(
+                    self.dialogue.prompt(), self._sampling.model_copy(update=sampling)
+                )
+            except BaseException:  # the turn can be asked for again
+                self.dialogue.withdraw()
+                raise
+            # Calls made at once are carried out one a turn, as if asked for one after the other.
+            if further := generation.tool_calls[1:]:
+                shared = {"text": "", "usage": None, "response_ids": (), "logprobs": ()}
+                self._further = [
+                    generation.model_copy(update={**shared, "id": new_id(), "tool_calls": (call,)})
+                    for call in further
+                ]
+                update = {"tool_calls": generation.tool_calls[:1]}
+                generation = generation.model_copy(update=update)
         self.dialogue.append(generation)
         self.generations.append(generation)
         self._experience = advice
-        return generation.text if generation.text in choices else extract_action(generation.text)
+        if generation.tool_calls:
+            action = generation.tool_calls[0].action()
+        elif generation.text in choices:
+            action = generation.text
+        else:
+            action = extract_action(generation.text)
+        if generation.usage is not None:  # so that wrappers can report it
+            action = Action(action)
+            action.usage = generation.usage
+        return action
 
     act = blocking(aact)
 
@@ -235,7 +261,10 @@ class ActorAgent:
             content = f"{content}\n{new}"
         elif new and self.generations:
             content = f"{new}{content}"
-        self.dialogue.add({"role": "user", "content": content})
+        if self.generations and (calls := self.generations[-1].tool_calls):
+            self.dialogue.add({"role": "tool", "content": content, "tool_call_id": calls[0].id})
+        else:
+            self.dialogue.add({"role": "user", "content": content})
         return advice or self._experience
 
 

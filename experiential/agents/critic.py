@@ -64,6 +64,7 @@ class CriticAgent:
         self.prompts = prompt_set(prompts)
         sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, priority=0)
         self._asker = Asker(llm, sampling, seed)
+        self._choices = VERDICTS if llm.supports_choices else None
 
     async def ajudge(self, task: str, entry: EntryLike, success_rate: float) -> Critique:
         """Return the verdict on an entry retrieved for a task.
@@ -71,7 +72,7 @@ class CriticAgent:
         ``success_rate`` is the actor's at this task so far, in [0, 1].
         """
         asked = self.prompts.critic_messages(task, entry, success_rate)
-        answer = THINKING.sub("", (await self._asker.ask(asked, choices=VERDICTS)).text)
+        answer = THINKING.sub("", (await self._asker.ask(asked, choices=self._choices)).text)
         named = _WORD.search(answer)
         verdict = cast("Verdict", named[1].lower()) if named else None
         if verdict == "reject":

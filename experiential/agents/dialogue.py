@@ -106,9 +106,10 @@ class Conversation:
             self._users.append(message)
         else:  # messages without a response between them become one
             pending = self._users[-1]
-            both: Literal["user", "tool"] = "tool" if role == pending["role"] == "tool" else "user"
-            content = f"{pending['content']}\n{message['content']}"
-            self._users[-1] = {"role": both, "content": content}
+            is_tool = role == pending["role"] == "tool"
+            both = pending.copy() if is_tool else Message(role="user", content="")
+            both["content"] = f"{pending['content']}\n{message['content']}"
+            self._users[-1] = both
         self._staged = None
 
     def withdraw(self) -> None:
@@ -127,6 +128,8 @@ class Conversation:
         if first and self._keep_first:
             goal, rest = self._users[0]["content"], users[0]["content"]
             users[0] = {"role": "user", "content": f"{goal}\n[{first} turns left out]\n{rest}"}
+        elif first:  # the call that a tool message answers is left out
+            users[0] = {"role": "user", "content": users[0]["content"]}
         return first, users
 
 
@@ -146,7 +149,17 @@ class MessageDialogue(Conversation):
         first, users = self._shown()
         messages = [Message(role="system", content=self._system)] if self._system else []
         for user, reply in zip(users[:-1], self._replies[first:], strict=True):
-            messages += [user, Message(role="assistant", content=reply.text)]
+            said = Message(role="assistant", content=reply.text)
+            if reply.tool_calls:
+                said["tool_calls"] = [
+                    {
+                        "id": call.id,
+                        "type": "function",
+                        "function": {"name": call.name, "arguments": call.arguments},
+                    }
+                    for call in reply.tool_calls
+                ]
+            messages += [user, said]
         return [*messages, users[-1]]
 
     def append(self, generation: Generation) -> None:

@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from experiential.agents.actor import blocking, run_sync
+from experiential.agents.actor import blocking
+from experiential.agents.judge import Judge
 from experiential.agents.operations import (
     CONSOLIDATION,
     DISTILLATION,
@@ -26,10 +27,12 @@ from experiential.agents.prompts import (
     rewritten_text,
 )
 from experiential.bank.extractor import Extractor
+from experiential.bank.outcome import Judgement
 from experiential.errors import ConfigError
 from experiential.llm.base import LLM, SamplingParams
 from experiential.plugins import resolve
-from experiential.types import Add, Distillation, Generation, Message, Trajectory
+from experiential.sync import run_sync
+from experiential.types import Add, Distillation, Generation, Message, Trajectory, Usage
 
 _STOP = ("</answer>",)
 _FRAME_TOKENS = 16  # of an operation beside its text, at most
@@ -139,6 +142,11 @@ class ExtractorAgent:
         """Return the optimiser steps that the backend's weights have seen."""
         return self.llm.version
 
+    @property
+    def spent(self) -> Usage | None:
+        """Return tokens and cost of all replies so far; None if none has reported them."""
+        return self._asker.spent
+
     def refine(self, query: str, experience: EntryLike) -> str:
         """Rewrite an entry for a question; see `arefine`."""
         return run_sync(self.arefine(query, experience))[0]
@@ -195,6 +203,16 @@ class ExtractorAgent:
         return verdict is not None and verdict[1].lower() == "yes"
 
     judge = blocking(ajudge)
+
+    async def aoutcome(self, trajectory: Trajectory) -> Judgement:
+        """Say whether an episode succeeded, by the rubric that was recorded with it.
+
+        A manager asks this for what another process left to be judged. The bundled tiny model was
+        taught no such question: with its ``brief`` prompts the outcome stays unknown.
+        """
+        if not self.prompts.structured:
+            return Judgement(success=None, reason="the brief prompts have no question about it")
+        return await Judge(self.llm, trajectory.rubric, seed=self.seed).ajudge(trajectory)
 
     async def _operations(
         self, messages: list[Message], most: int, shown: int, kinds: tuple[str, ...]

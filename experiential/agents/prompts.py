@@ -20,11 +20,18 @@ from typing import Any
 
 from experiential.agents.dialogue import ChatTemplate
 from experiential.agents.operations import clean, read_triples
-from experiential.bank.text import TEXT_LIMIT, disarm
+from experiential.bank.text import (
+    TEXT_LIMIT,
+    EntryLike,
+    disarm,
+    entry_text,
+    experience_block,
+    indented,
+    numbered,
+)
+from experiential.errors import NoAnswerError
 from experiential.llm.base import LLM, Prompt, SamplingParams
-from experiential.types import Experience, Generation, Hit, Message, Trajectory
-
-EntryLike = Hit | Experience | str  # types that can be shown as an entry of the bank
+from experiential.types import Experience, Generation, Message, Trajectory, Usage
 
 DISTILL_BUDGET = 24_000  # characters of play that a distillation prompt holds by default
 GUIDING = "guiding"  # kind of a principle that a success taught
@@ -33,30 +40,6 @@ CAUTIONARY = "cautionary"  # kind of a principle that a failure taught
 THINKING = re.compile(r"^.*</think>", re.DOTALL | re.IGNORECASE)
 _LABEL = re.compile(r"^([^\S\n]*(?:task|used|play|outcome)[^\S\n]*):", re.IGNORECASE | re.MULTILINE)
 _PROMPT_SIGN = re.compile(r"^([^\S\n]*)>", re.MULTILINE)
-
-
-def numbered(entries: Sequence[EntryLike]) -> str:
-    """Return entries as an escaped list, ``1. ...``.
-
-    Further lines of an entry are indented, so that it cannot forge a number.
-    """
-    return "\n".join(f"{number}. {_indented(entry)}" for number, entry in enumerate(entries, 1))
-
-
-def experience_block(entries: Sequence[EntryLike]) -> str:
-    r"""Return the block that shows entries to an actor before its observation; empty without any.
-
-    >>> experience_block(["Pull the red lever."])
-    '<experience>\n1. Pull the red lever.\n</experience>\n'
-    """
-    return f"<experience>\n{numbered(entries)}\n</experience>\n" if entries else ""
-
-
-def entry_text(entry: EntryLike) -> str:
-    """Return the raw text of a hit, an experience or a string."""
-    if isinstance(entry, Hit):
-        return entry.experience.text
-    return entry.text if isinstance(entry, Experience) else entry
 
 
 def rewritten_text(answer: str, entry: EntryLike) -> str:
@@ -139,6 +122,14 @@ class PromptSet:
         }
         return self._ask("principle", **words, **self._record(trajectory, budget))
 
+    def outcome_messages(
+        self, trajectory: Trajectory, rubric: str, *, budget: int = DISTILL_BUDGET
+    ) -> list[Message]:
+        """Return the question to a judge whether an episode succeeded; ``rubric`` is trusted."""
+        return self._ask(
+            "outcome", rubric=rubric, **self._record(trajectory, budget, withheld=True)
+        )
+
     def reflect_messages(
         self,
         trajectory: Trajectory,
@@ -164,7 +155,7 @@ class PromptSet:
 
     def refine_messages(self, query: str, experience: EntryLike) -> list[Message]:
         """Return the request to the extractor to fit one entry to an agent's question."""
-        return self._ask("refine", note=_indented(experience), query=_indented(query))
+        return self._ask("refine", note=indented(experience), query=indented(query))
 
     def critic_messages(
         self, task: str, entry: EntryLike, success_rate: float | None
@@ -173,7 +164,7 @@ class PromptSet:
 
         Without a rate it is the request to refine the entry by the actor's own knowledge.
         """
-        slots = {"task": _quoted(task, DISTILL_BUDGET), "note": _indented(entry)}
+        slots = {"task": _quoted(task, DISTILL_BUDGET), "note": indented(entry)}
         if success_rate is None:
             return self._ask("adapt", **slots)
         return self._ask("critic", **slots, rate=f"{100 * success_rate:.0f}")
@@ -184,7 +175,7 @@ class PromptSet:
 
     def judge_messages(self, a: EntryLike, b: EntryLike) -> list[Message]:
         """Return the question to the extractor whether two entries teach the same."""
-        return self._ask("judge", first=_indented(a), second=_indented(b))
+        return self._ask("judge", first=indented(a), second=indented(b))
 
     def _ask(self, name: str, **values: str) -> list[Message]:
         return [
@@ -214,14 +205,20 @@ class PromptSet:
         if trajectory.error is not None:
             outcome = self.texts["error"](error=_quoted(trajectory.error, len(trajectory.error)))
         else:
-            said = {True: "success", False: "failure", None: "unknown"}
-            outcome = self.texts[said[trajectory.success]]()
+            won, lost = ("better", "worse") if trajectory.relative else ("success", "failure")
+            outcome = self.texts[{True: won, False: lost, None: "unknown"}[trajectory.success]]()
+        score = ""
+        if trajectory.score is not None and trajectory.error is None:
+            score = self.texts["score"](score=f"{trajectory.score:.6g}")
+            if trajectory.baseline is not None:
+                score += self.texts["usual"](usual=f"{trajectory.baseline:.6g}")
         opening = trajectory.turns[0].observation if trajectory.turns else ""
         return {
             "task": _quoted(trajectory.task, budget),
             "opening": self.texts["opening"](observation=_quoted(opening, budget // 4)),
             "play": "".join(texts),
             "outcome": outcome,
+            "score": score,
             "reward": f"{trajectory.reward:g}",
         }
 
@@ -281,6 +278,7 @@ class Asker:
     llm: LLM
     sampling: SamplingParams  # how answers are drawn unless a question says otherwise
     seed: int | None  # makes every request repeatable; None leaves it to the backend
+    spent: Usage | None = field(default=None, init=False)  # as far as replies report it
     _asked: Counter[int] = field(default_factory=Counter[int], init=False)
 
     async def ask(self, messages: list[Message], **options: Any) -> Generation:
@@ -296,7 +294,17 @@ class Asker:
             system, user = messages
             prompt, _ = ChatTemplate(self.llm.tokenizer).opening(system["content"], user)
         sampling = self.sampling.model_copy(update={"seed": seed, **options})
-        return await self.llm.generate(prompt, sampling)
+        usage: Usage | None = None
+        try:
+            generation = await self.llm.generate(prompt, sampling)
+            usage = generation.usage
+            return generation
+        except NoAnswerError as error:
+            usage = error.usage
+            raise
+        finally:
+            if usage is not None:
+                self.spent = usage if self.spent is None else self.spent + usage
 
 
 def derived_seed(seed: int, *parts: int | str) -> int:
@@ -307,11 +315,6 @@ def derived_seed(seed: int, *parts: int | str) -> int:
     """
     text = repr((seed, *parts)).encode("utf-8", "backslashreplace")
     return int.from_bytes(blake2b(text, digest_size=4).digest(), "big") >> 1
-
-
-def _indented(entry: EntryLike) -> str:
-    """Escape a text and indent its further lines, so that it begins no line of the prompt."""
-    return disarm(entry_text(entry)).replace("\n", "\n   ")
 
 
 def _quoted(text: str, limit: int) -> str:

@@ -15,7 +15,8 @@ class Extractor(Protocol):
     """Distil, refine and merge experience: what a manager needs of an extractor agent.
 
     One that also has ``async ajudge(a, b) -> bool``, whether two entries teach the same (the older
-    first), can deduplicate.
+    first), can deduplicate; one with ``async aoutcome(trajectory) -> Judgement`` judges episodes
+    that carry a rubric and whose own judge is in another process.
     """
 
     @property

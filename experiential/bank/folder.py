@@ -12,14 +12,15 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from experiential.bank.consolidation import dedupe, forget
+from experiential.bank.episode import Episode, EpisodeOptions
 from experiential.bank.evidence import credit
-from experiential.bank.evidence.trust import Book, judge
-from experiential.bank.evidence.uplift import ALWAYS, Evidence
+from experiential.bank.evidence.outcomes import Outcomes
+from experiential.bank.evidence.uplift import Evidence
 from experiential.bank.index.embed import (
     CachedEmbedder,
     Embedder,
@@ -35,9 +36,12 @@ from experiential.bank.index.follower import BATCH, IndexFollower
 from experiential.bank.index.nearest import Nearest
 from experiential.bank.index.site import CHROMA, chosen_site
 from experiential.bank.index.store import IndexLostError
-from experiential.bank.operations import common_task, consolidate, distil, keys_to_embed
+from experiential.bank.operations import approve, common_task, consolidate, distil, keys_to_embed
+from experiential.bank.outcome import as_outcome
+from experiential.bank.processes import Handle, Shared
 from experiential.bank.protocol import Bank, Queue, TextEmbedder
 from experiential.bank.records import (
+    Asked,
     Commit,
     Duplicates,
     Explanation,
@@ -48,12 +52,21 @@ from experiential.bank.records import (
     Standing,
 )
 from experiential.bank.search.where import Scope, Scored
-from experiential.bank.state import BankView, Draft, State, StateReader, unknown_entry
+from experiential.bank.state import (
+    BankView,
+    Content,
+    Draft,
+    State,
+    StateReader,
+    content_of,
+    unknown_entry,
+)
 from experiential.bank.storage.group_commit import Group, GroupCommit
 from experiential.bank.storage.journal import JOURNAL_NAME, Journal
 from experiential.bank.storage.lock import WriterLock
 from experiential.bank.storage.tables import DistillationQueue, History, Receipts
-from experiential.bank.text import TEXT_LIMIT, Gate, checked_text
+from experiential.bank.text import TEXT_LIMIT, Gate, checked_text, clean
+from experiential.bank.unmanaged import Unmanaged
 from experiential.errors import BankError, ReadOnlyBankError
 from experiential.sync import weakly
 from experiential.types import (
@@ -67,16 +80,21 @@ from experiential.types import (
     new_id,
 )
 
+if TYPE_CHECKING:
+    from experiential.bank.http.served import ServedBank
+
 T = TypeVar("T")
 _CLOSED = "Expected an open bank, got a closed one; open it again with ExperienceBank(path)"
 
 
-class FolderBank(StateReader, Bank):
+class FolderBank(StateReader, Bank, Shared):
     """Keep a bank in a folder: a journal that is the truth, and an index made from it.
 
     One process writes a folder at a time; any number may open it with ``read_only=True``, which
-    works on a private copy and changes nothing. All methods may be called from any thread, and
-    searches never wait for writes. The methods are documented in `Bank`.
+    works on a private copy and changes nothing. In a child process, a forked or pickled bank is a
+    `RemoteBank`, which this process serves for as long as the bank is open here. All methods may be
+    called from any thread, and searches never wait for writes. The methods are documented in
+    `Bank`.
 
     Args:
         path: the folder, made on first use.
@@ -108,8 +126,10 @@ class FolderBank(StateReader, Bank):
         self.refused: Counter[str] = Counter()
         self.redacted: Counter[str] = Counter()
         self.text_limit = TEXT_LIMIT
+        self._served: ServedBank | None = None  # what answers other processes
         self._lock = threading.RLock()
-        self._pid = os.getpid()
+        self._outcomes: Outcomes | None = None  # made when it is first asked for
+        self._families: dict[tuple[str, int], tuple[Experience, tuple[Content, ...]]] = {}
         if read_only and not (self.path / JOURNAL_NAME).is_file():
             raise BankError(
                 f"Expected an existing bank in {str(self.path)!r} to open read-only, got none;"
@@ -138,6 +158,7 @@ class FolderBank(StateReader, Bank):
             undo.callback(self._finalizer)
             self._load(embedder)
             undo.pop_all()
+        self._offer()
 
     def _load(self, embedder: Embedder | str | None) -> None:
         recorded = self._history.meta("embedder")
@@ -153,8 +174,9 @@ class FolderBank(StateReader, Bank):
                 )
             if recorded != id and not self.read_only:
                 self._history.set_meta("embedder", id)
-            if isinstance(embedder, str) and not self.read_only:  # found later without asking
-                self._history.set_meta("embedder_name", embedder)
+            name = getattr(chosen, "recorded", embedder)
+            if isinstance(name, str) and not self.read_only:  # found later without asking
+                self._history.set_meta("embedder_name", name)
         self.embedder: TextEmbedder = CachedEmbedder(chosen)
         self._dimension = int(self._history.meta("dimension") or 0)
         self.head = self._history.head()
@@ -185,13 +207,34 @@ class FolderBank(StateReader, Bank):
         return not self._finalizer.alive
 
     def close(self) -> None:
-        if self._finalizer.alive and os.getpid() == self._pid:
+        if self._finalizer.alive:
             try:
                 if not self.read_only:
                     self.save_counters()
             finally:
                 if (held := self._finalizer.detach()) is not None:
                     _shut(*held[2], catch_up=True)
+
+    def _handle(self) -> Handle:
+        from experiential.bank.http.client import RemoteBank
+
+        options = {"namespace": self.namespace, "read_only": self.read_only}
+        return Handle(RemoteBank, options | {"info": self._answering().info()})
+
+    def _answering(self) -> ServedBank:
+        from experiential.bank.http.served import ServedBank
+
+        self._served = self._served or ServedBank(self)
+        return self._served
+
+    # Episodes
+
+    def episode(self, task: str, **options: Unpack[EpisodeOptions]) -> Episode:
+        return Episode(self._unmanaged, checked_text(task, "task"), **options)
+
+    @cached_property
+    def _unmanaged(self) -> Unmanaged:
+        return Unmanaged(self)
 
     # Reading
 
@@ -268,15 +311,90 @@ class FolderBank(StateReader, Bank):
                 f"Expected an entry version that this bank knows, got {id!r} version {version};"
                 " list them with bank.history()"
             )
-        return self._evidence.uplift(id, version)
+        return self._uplift(id, version)
+
+    def _uplift(self, id: str, version: int) -> Uplift:
+        paired = self._evidence.uplift(id, version)
+        if paired.groups or (known := self._family(id, version)) is None:
+            return paired
+        of = self._outcomes_so_far().standing(known[1], None)
+        if of.difference is None:
+            return paired
+        found = {"groups": of.tasks, "mean": of.difference, "interval": of.interval}
+        return paired.model_copy(update={**found, "baseline": "tasks"})
+
+    def standings(self, asked: Sequence[Asked]) -> list[Standing]:
+        outcomes, found = self._outcomes_so_far(), list[Standing]()
+        for one in asked:
+            known = self._family(one.id, one.version)
+            if known is None:
+                raise BankError(
+                    f"Expected an entry version that this bank knows, got {one.id!r} version"
+                    f" {one.version}; list them with bank.history()"
+                )
+            entry, family = known
+            standing = outcomes.standing(
+                family,
+                one.relevance,
+                said=entry.provenance.said,
+                task=entry.task,
+                age=max(0, self.head - (entry.provenance.commit or 0)),
+                proposed=entry.proposed,
+            )
+            found.append(standing)
+        return found
+
+    def _family(self, id: str, version: int) -> tuple[Experience, tuple[Content, ...]] | None:
+        """Return an entry version, and what it says and all that it was merged from said."""
+        known = self._families.get((id, version))
+        if known is None:
+            live = self._state.entries.get(id)
+            if live is not None and live.experience.version == version:
+                entry = live.experience
+            elif (stored := self._history.stored(id, version)) is not None:
+                entry = stored.experience
+            else:
+                return None
+            family = {content_of(entry): None}
+            if entry.provenance.parents:
+                for ancestor in self.lineage(id, version)[1:]:
+                    if (above := self._family(*ancestor)) is not None:
+                        family[content_of(above[0])] = None
+            known = self._families[id, version] = entry, tuple(family)
+        return known
+
+    def _outcomes_so_far(self) -> Outcomes:
+        """Return the outcomes of all episodes; the first call reads the journal."""
+        if self._outcomes is None:
+            with self._lock:
+                if self._outcomes is None:
+                    outcomes = Outcomes()
+                    for task, won, uses in self._ledger.episodes():
+                        self._note(outcomes, task, won, uses)
+                    self._outcomes = outcomes
+        return self._outcomes
+
+    def _note(
+        self,
+        outcomes: Outcomes,
+        task: str,
+        won: bool | None,
+        uses: Sequence[credit.Seen],
+        again: bool = False,
+    ) -> None:
+        """Add one episode; an entry that was used several times counts once."""
+        shown: dict[Content, tuple[Content, float, int]] = {}
+        for id, version, relevance in uses:
+            if (known := self._family(id, version)) is not None:
+                content = content_of(known[0])
+                shown.setdefault(content, (content, relevance, known[0].provenance.said))
+        task = clean(task).text
+        outcomes.note(task, won, tuple(shown.values()) if uses else None, again=again)
 
     def why(self, trajectory: Trajectory | str) -> Explanation:
         known = self.trajectory(trajectory) if isinstance(trajectory, str) else trajectory
         if known is None:
-            raise BankError(
-                f"Expected the id of a recorded trajectory, got {trajectory!r}; bank.history()"
-                " lists them as refs"
-            )
+            raise _unknown_trajectory(str(trajectory))
         shown: list[Shown] = []
         for use in known.uses:
             id, at = use.experience_id, use.experience_version
@@ -289,7 +407,7 @@ class FolderBank(StateReader, Bank):
                     text=None if entry is None else entry.text,
                     refined=None if refined is None else refined.text,
                     statistics=Statistics() if entry is None else entry.statistics,
-                    uplift=self._evidence.uplift(id, at),
+                    uplift=self._uplift(id, at),
                     **use.model_dump(include={"rank", "score", "propensity", "how", "turn"}),
                 )
             )
@@ -298,38 +416,8 @@ class FolderBank(StateReader, Bank):
             trajectory=known.id,
             shown=tuple(shown),
             written=tuple(entry for entry in written if entry is not None),
-            **known.model_dump(include={"task", "condition", "success", "reward", "error"}),
+            **known.model_dump(include=Explanation.model_fields.keys() & Trajectory.model_fields),
         )
-
-    @property
-    def trust_after(self) -> int:
-        return int(self._history.meta("trust_after") or 0)
-
-    @trust_after.setter
-    def trust_after(self, after: int) -> None:
-        if self.trust_after != after:
-            self._history.set_meta("trust_after", str(after))
-
-    def trust_book(self, after: int) -> Book:
-        return Book(self._journal, self.namespace, after)
-
-    def standing(self, id: str, *, after: int | None = None) -> Standing:
-        if (entry := self.get(id)) is None:
-            raise unknown_entry(id)
-        after = self.trust_after if after is None else after
-        evidence = Evidence(self._journal, self.namespace)
-        evidence.read_merges()
-        by_task = evidence.by_task(evidence.ancestors(id, entry.version))
-        return judge(id, entry.version, by_task, after)
-
-    def trusted(self, *, after: int | None = None, at: int | None = None) -> list[Experience]:
-        after = self.trust_after if after is None else after
-        entries = list(self.entries() if at is None else self.at(at).entries())
-        if not after:
-            return entries
-        book = Book(self._journal, self.namespace, after, ALWAYS if at is None else at)
-        book.refresh()
-        return [entry for entry in entries if book.is_trusted(entry)]
 
     # Writing
 
@@ -363,9 +451,18 @@ class FolderBank(StateReader, Bank):
         key, source = EntryKey(text, known.task), Provenance(cause="update")
         vector = embed_entries(self._embed, [key])[key]
         entry = self._commit(
-            "human", "update", lambda draft: draft.revise(id, text, source, vector), id, gate
+            "human",
+            "update",
+            lambda draft: draft.revise(id, text, known.task, source, vector),
+            id,
+            gate,
         )
         return self.read(entry)
+
+    def approve(self, id: str) -> Experience:
+        self._check_writable()
+        checked_text(id, "id")
+        return self.read(self._commit("human", "approve", partial(approve, id=id), id))
 
     def remove(self, id: str) -> None:
         checked_text(id, "id")
@@ -389,32 +486,55 @@ class FolderBank(StateReader, Bank):
 
     def record(self, trajectory: Trajectory) -> bool:
         self._check_writable()
-        return self._writes.run(partial(self._submitted, trajectory, False))
+        return self._writes.run(partial(self._submitted, trajectory, False, ""))
 
-    def submit(self, trajectory: Trajectory) -> bool:
+    def submit(self, trajectory: Trajectory, *, holder: str = "") -> bool:
         self._check_writable()
-        return self._writes.run(partial(self._submitted, trajectory, True))
+        return self._writes.run(partial(self._submitted, trajectory, True, holder))
 
     def submit_many(
-        self, trajectories: Sequence[Trajectory], *, distil: bool = True
+        self, trajectories: Sequence[Trajectory], *, distil: bool = True, holder: str = ""
     ) -> list[bool | Exception]:
         self._check_writable()
         return self._writes.run_all(
-            [partial(self._submitted, trajectory, distil) for trajectory in trajectories]
+            [partial(self._submitted, trajectory, distil, holder) for trajectory in trajectories]
         )
 
-    def _submitted(self, trajectory: Trajectory, distil: bool, group: Group) -> bool:
+    def _submitted(self, trajectory: Trajectory, distil: bool, holder: str, group: Group) -> bool:
+        distil = distil and trajectory.error is None  # a technical failure teaches nothing
         is_recorded = self._ledger.is_recorded(trajectory.id)
-        if not self._queue.put(trajectory.id) if distil else is_recorded:
+        if not self._queue.put(trajectory.id, holder) if distil else is_recorded:
             return False
         with group.draft("run", "record", trajectory.id) as draft:
             if not is_recorded:
-                for use in self._ledger.record(trajectory, draft.commit):
-                    known = draft.statistics.get(use.experience_id) or Statistics()
-                    successes = known.successes + bool(trajectory.success)
-                    update = {"uses": known.uses + 1, "successes": successes}
-                    draft.count(use.experience_id, known.model_copy(update=update))
+                self._record(draft, self._ledger.compared(trajectory))
             return True
+
+    def conclude(self, id: str, success: bool | None, *, judgement: str = "") -> bool:
+        self._check_writable()
+        gate, said = Gate(self.text_limit), as_outcome(success, "success to be")
+        update = {"success": said, "judgement": gate.clean_field(judgement)}
+
+        def write(group: Group) -> bool:
+            known = self._ledger.trajectory(id)
+            if known is None:
+                raise _unknown_trajectory(id)
+            if known.success is not None:
+                return False
+            with group.draft("run", "outcome", id, gate) as draft:
+                self._record(draft, known.model_copy(update=update), again=True)
+            return True
+
+        return self._writes.run(write)
+
+    def _record(self, draft: Draft, trajectory: Trajectory, *, again: bool = False) -> None:
+        """Journal a trajectory, and count the uses in it that are evidence."""
+        for use in self._ledger.record(trajectory, draft.commit, again=again):
+            known = draft.statistics.get(use.experience_id) or Statistics()
+            successes = known.successes + bool(trajectory.success)
+            update = {"uses": known.uses + 1, "successes": successes}
+            draft.count(use.experience_id, known.model_copy(update=update))
+        draft.recorded = trajectory, again
 
     def apply(
         self,
@@ -424,6 +544,7 @@ class FolderBank(StateReader, Bank):
         shown: Sequence[Experience],
         item: str | None = None,
         extractor_version: int | None = None,
+        review: bool = False,
     ) -> list[Experience]:
         self._check_writable()
         gate = Gate(self.text_limit)
@@ -444,7 +565,7 @@ class FolderBank(StateReader, Bank):
             with group.draft("extractor", "trajectory", trajectory.id, gate) as draft:
                 if generation is not None:
                     self._history.keep_generation(generation)
-                return distil(draft, distillation, vectors, source, task, shown)
+                return distil(draft, distillation, vectors, source, task, shown, review)
 
         return [self.read(entry) for entry in self._writes.run(write)]
 
@@ -507,7 +628,7 @@ class FolderBank(StateReader, Bank):
             self._check_writable(" for prune()", ", or pass dry_run=True")
         doomed = forget.prunable(
             list(self.entries()),
-            self._evidence.uplift,
+            self._uplift,
             score=score,
             uplift_below=uplift_below,
             min_uses=min_uses,
@@ -585,7 +706,8 @@ class FolderBank(StateReader, Bank):
         cleaned: list[Experience] = []
         for number, entry in enumerate(entries, start=1):
             try:
-                cleaned.append(gate.entry(entry))
+                once = entry.provenance.model_copy(update={"said": 1})  # more is a claim
+                cleaned.append(gate.entry(entry.model_copy(update={"provenance": once})))
             except ValueError as error:
                 place = f"entry {number} of {ref}"
                 raise BankError(f"{error}: {place}; nothing was imported") from error
@@ -691,6 +813,11 @@ class FolderBank(StateReader, Bank):
                 self.head = draft.commit
                 self.refused.update(draft.refused)
                 self.redacted.update(draft.redacted)
+                if self._outcomes is not None and draft.recorded is not None:
+                    ended, again = draft.recorded
+                    if ended.error is None:
+                        seen = credit.seen_in(ended)
+                        self._note(self._outcomes, ended.task, ended.success, seen, again)
                 if self._follower is not None:
                     self._follower.pending += len(draft.changes)
             if self._follower is not None and self._follower.pending >= BATCH:
@@ -737,12 +864,12 @@ class FolderBank(StateReader, Bank):
             )
         if not self._finalizer.alive:
             raise BankError(_CLOSED)
-        # A forked process shares the parent's SQLite connection and file lock: it must not write.
-        if os.getpid() != self._pid:
-            raise BankError(
-                "Expected the process that opened the bank, got a fork of it; open the bank after"
-                " forking, in one process only"
-            )
+
+
+def _unknown_trajectory(id: str) -> BankError:
+    return BankError(
+        f"Expected the id of a recorded trajectory, got {id!r}; bank.history() lists them as refs"
+    )
 
 
 def _checked_folder(path: object) -> Path:

@@ -4,37 +4,47 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+import pickle
+import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial, wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack, cast, overload
 
 import numpy as np
 
+from experiential.bank.breaker import is_over_budget
 from experiential.bank.consolidation.consolidate import merge_group, recent_groups
 from experiential.bank.consolidation.dedupe import Passes
-from experiential.bank.evidence.trust import Episodes, Probation
+from experiential.bank.distiller import Distiller
+from experiential.bank.episode import Episode, EpisodeOptions
 from experiential.bank.extractor import Extractor
 from experiential.bank.folder import FolderBank
-from experiential.bank.index.embed import EntryKey, embed_entries
-from experiential.bank.operations import keys_to_embed
-from experiential.bank.options import bank_settings
+from experiential.bank.options import ManagerOptions, bank_settings
+from experiential.bank.outcome import OutcomeJudge
+from experiential.bank.processes import Handle, Line, Shared
 from experiential.bank.protocol import Bank, is_bank
 from experiential.bank.records import DeadLetter, Duplicates
 from experiential.bank.search.searcher import CLOSED, Searcher
 from experiential.bank.search.strategies import STRATEGIES
 from experiential.bank.search.where import Filter
-from experiential.errors import BankError, ConfigError, ReadOnlyBankError
+from experiential.bank.text import checked_text
+from experiential.errors import (
+    BackendError,
+    BankError,
+    ConfigError,
+    ReadOnlyBankError,
+)
 from experiential.plugins import resolve
-from experiential.sync import Batcher, EventLoopThread
+from experiential.sync import EventLoopThread
 from experiential.types import Answer, Distillation, Experience, Hit, Trajectory
 
 P = ParamSpec("P")
 T = TypeVar("T")
 _LOGGER = logging.getLogger(__name__)
 _LONGEST_BACKOFF = 30.0
+_POLL_SECONDS = 0.5
 _REASON = 500  # characters
+_OUTAGES = 8  # of the service that an item may meet while others are distilled
 
 
 def _on_own_loop(
@@ -65,12 +75,15 @@ def _blocking(
     return call
 
 
-class ExperienceManager:
+class ExperienceManager(Shared):
     """Run a bank: batched retrieval for actors, a durable queue before the extractor, merging.
 
     The synchronous methods may be called from any thread, their twins with an ``a`` in front
     awaited on any event loop. Close the manager before the bank. What the extractor fails at is
-    counted in ``stats()``, retried, and in the end a dead letter; it never reaches a caller.
+    counted in ``stats()``, retried, and in the end a dead letter; it never reaches a caller. While
+    the service of the extractor is out, distillation pauses instead (see `CircuitBreaker`). In a
+    child process, a forked or pickled manager is a `ManagerHandle`, whose calls this one carries
+    out.
 
     >>> import tempfile
     >>> from experiential.bank.bank import ExperienceBank
@@ -83,17 +96,22 @@ class ExperienceManager:
 
     Args:
         bank: where entries are read and written.
-        extractor: what distils, refines and merges; None only records what is submitted.
+        extractor: what distils, refines and merges; None leaves what is submitted in the bank's
+            queue, for a manager with one or ``experiential distil``.
+        share_queue: whether an extractor here also distils what others submit to the bank, as it
+            comes, and what is submitted here without one is queued for others. False, as in
+            training and evaluation: an extractor distils what is submitted here or was queued
+            before, and without one nothing is queued.
+        on_distillation: called with trajectory, distillation and entries written, after each
+            distillation applied; also an attribute.
         seed: of every random draw in retrieval and eviction.
         extractor_version: gives the version to write into provenance when a distillation carries no
             generation; the extractor's own by default.
         backoff: seconds before the first retry of a failed distillation, doubled for each further
-            one.
+            one; ten times as long is the first pause while the extractor's service is out.
         options: fields of ``ManagerOptions``; ``retrieval`` may be a dict.
 
     Attributes:
-        on_distillation: called with trajectory, distillation and entries written, after each
-            distillation applied.
         on_merge: called with the entries shown, the distillation and the entries written, after
             each chunk merged.
     """
@@ -103,6 +121,8 @@ class ExperienceManager:
         bank: Bank,
         extractor: Extractor | None = None,
         *,
+        share_queue: bool = True,
+        on_distillation: Callable[[Trajectory, Distillation, list[Experience]], None] | None = None,
         seed: int = 0,
         extractor_version: Callable[[], int] | None = None,
         backoff: float = 0.5,
@@ -114,7 +134,6 @@ class ExperienceManager:
                 " ExperienceBank(path)"
             )
         self.bank = bank
-        self.extractor = extractor
         self.settings = bank_settings(options)
         if "text_limit" in options and (limit := self.settings.text_limit) != bank.text_limit:
             if not isinstance(bank, FolderBank):
@@ -124,60 +143,84 @@ class ExperienceManager:
                 )
             bank.text_limit = limit
         resolve("strategies", self.settings.retrieval.strategy, STRATEGIES)
-        self.on_distillation: (
-            Callable[[Trajectory, Distillation, list[Experience]], None] | None
-        ) = None
         self.on_merge: (
             Callable[[Sequence[Experience], Distillation, list[Experience]], None] | None
         ) = None
-        self._version = extractor_version or (
-            lambda: extractor.version if extractor is not None else 0
-        )
-        self._backoff = backoff
-        self._seed = seed
-        self._counts: Counter[str] = Counter()
-        self._operations: Counter[str] = Counter()
-        self._refused: Counter[str] = Counter()
-        self._failures: Counter[str] = Counter()
         self._merged = 0  # head at the start of the last pass of merging that had no failure
         self._closed = False
-        self._probation: Probation | None = None
-        if after := self.settings.trust_after:  # without it all entries are trusted
-            self._probation = Probation(bank, after, self.settings.provisional_share, seed)
-        self._searcher = Searcher(bank, self.settings.retrieval, seed, self._probation)
-        # One worker each: what comes while it is busy is embedded (into the bank's cache), or
-        # written, together.
-        self._embedding: Batcher[EntryKey, Any] = Batcher(
-            lambda keys: list(map(embed_entries(bank.embedder, keys).get, keys)), workers=1
+        self._searcher = Searcher(
+            bank, self.settings.retrieval, seed, free_share=self.settings.free_share
         )
-        self._submitting: Batcher[Trajectory, bool] = Batcher(
-            lambda ended: bank.submit_many(ended, distil=self.extractor is not None), workers=1
-        )
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="experiential-writer")
         self._passes = Passes(
             bank,
             self.settings.dedupe_threshold,
             across_tasks=self.settings.dedupe_across_tasks,
         )
-        self._judging = asyncio.Semaphore(self.settings.distill_workers)
-        self._changed = asyncio.Condition()
-        self._resumed = asyncio.Event()
-        self._resumed.set()
-        self._ready: asyncio.Queue[str] = asyncio.Queue()
-        left = bank.queue.waiting() if extractor is not None and not bank.read_only else []
-        self._open: set[str] = set(left)
-        self._running: set[str] = set()
-        self._reserved = 0
-        self._workers: set[asyncio.Task[None]] = set()
+        self._distiller = Distiller(
+            bank,
+            extractor,
+            self.settings,
+            share_queue=share_queue,
+            on_distillation=on_distillation,
+            seed=seed,
+            extractor_version=extractor_version,
+            backoff=backoff,
+        )
         self._thread = EventLoopThread("experiential-manager")
-        for id in left:
-            self._thread.loop.call_soon_threadsafe(self._enqueue, id)
+        self._distiller.start(self._thread.loop)
+        self._offer()
+
+    @property
+    def extractor(self) -> Extractor | None:
+        """Return what distils; set None to have what is submitted from now on recorded only."""
+        return self._distiller.extractor
+
+    @extractor.setter
+    def extractor(self, extractor: Extractor | None) -> None:
+        self._distiller.extractor = extractor
+
+    @property
+    def on_distillation(
+        self,
+    ) -> Callable[[Trajectory, Distillation, list[Experience]], None] | None:
+        """Return the hook that is called after each distillation applied; may be set."""
+        return self._distiller.on_distillation
+
+    @on_distillation.setter
+    def on_distillation(
+        self, hook: Callable[[Trajectory, Distillation, list[Experience]], None] | None
+    ) -> None:
+        self._distiller.on_distillation = hook
 
     def __enter__(self) -> ExperienceManager:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    # Episodes
+
+    def episode(self, task: str, **options: Unpack[EpisodeOptions]) -> Episode:
+        """Return an episode of an agent, to be used as ``with`` or ``async with`` block.
+
+        Args:
+            task: what is asked, in words: the query of retrieval, and the task of entries.
+            options: see `Episode`.
+        """
+        return Episode(self, checked_text(task, "task"), **options)
+
+    def plays_free(self, task: str) -> bool:
+        """Draw whether the next episode of a task plays without the bank, as a baseline.
+
+        A share of the episodes does (``free_share``): none while the bank is new, which is at a
+        share of a tenth for its first ten commits and episodes, and none once outcomes have settled
+        that what this manager found for the task helps (``Standing.settled``). The draws depend on
+        the seed, the commit that the manager started at, and their order.
+
+        Args:
+            task: what is asked of the actor, in words.
+        """
+        return self._searcher.plays_free(task)
 
     # Retrieval
 
@@ -188,7 +231,6 @@ class ExperienceManager:
         *,
         k: int | None = None,
         exclude_instance: str | None = None,
-        episode: str = "",
         where: Filter | None = None,
     ) -> list[Hit]: ...
 
@@ -199,7 +241,6 @@ class ExperienceManager:
         *,
         k: int | None = None,
         exclude_instance: str | None = None,
-        episode: Episodes = "",
         where: Filter | None = None,
     ) -> list[list[Hit]]: ...
 
@@ -209,20 +250,17 @@ class ExperienceManager:
         *,
         k: int | None = None,
         exclude_instance: str | None = None,
-        episode: Episodes = "",
         where: Filter | None = None,
     ) -> list[Hit] | list[list[Hit]]:
-        """Return diversified hits of one query, or of each of several (eq. 6); counters advance.
+        """Return the hits of one query, or of each of several, by ``strategy``; counters advance.
 
         Args:
             query: what the actor faces, in words; blank text gets no hits.
             k: how many hits; the setting ``retrieval.k`` by default.
             exclude_instance: leave out entries made from this task instance.
-            episode: id of the episode that asks, or one for each query: all its searches may see
-                provisional entries, or none may.
             where: only entries whose kind, task and metadata are so (see ``Where``).
         """
-        asked = self._searcher.requests(query, k, exclude_instance, episode, where)
+        asked = self._searcher.requests(query, k, exclude_instance, where)
         rows = self._searcher.search(asked)
         return rows[0] if isinstance(query, str) else rows
 
@@ -232,11 +270,10 @@ class ExperienceManager:
         *,
         k: int | None = None,
         exclude_instance: str | None = None,
-        episode: Episodes = "",
         where: Filter | None = None,
     ) -> list[Hit] | list[list[Hit]]:
         """Run ``search`` on any event loop."""
-        asked = self._searcher.requests(query, k, exclude_instance, episode, where)
+        asked = self._searcher.requests(query, k, exclude_instance, where)
         rows = await self._searcher.asearch(asked)
         return rows[0] if isinstance(query, str) else rows
 
@@ -261,20 +298,20 @@ class ExperienceManager:
             exclude_instance: leave out entries made from this task instance.
             where: only entries whose kind, task and metadata are so (see ``Where``).
         """
-        asked = self._searcher.requests([query], k, exclude_instance, episode, where)
+        asked = self._searcher.requests([query], k, exclude_instance, where)
         hits = (await self._searcher.asearch(asked))[0]
         if not hits:
             return Answer()
         text, generation = hits[0].experience.text, None
-        if self.extractor is not None:
+        if self.extractor is not None and self._distiller.breaker.error is None:
             try:
                 text, generation = await asyncio.wait_for(
                     self.extractor.arefine(query, hits[0].experience), self.settings.distill_timeout
                 )
             except Exception as error:  # noqa: BLE001  (the entry itself is the answer then)
-                self._count_failure("refine", error)
+                self._distiller.count_failure("refine", error)
         if generation is not None and not self.bank.read_only:
-            await self._write(self.bank.keep_generation, generation)
+            await self._distiller.write(self.bank.keep_generation, generation)
         refinement = generation.id if generation else None
         use = hits[0].use("search_and_ask", episode=episode, turn=turn, refinement=refinement)
         return Answer(text=text, hit=hits[0], generation=generation, use=use)
@@ -284,114 +321,23 @@ class ExperienceManager:
     # Distillation
 
     @_on_own_loop
-    async def asubmit(self, trajectory: Trajectory) -> str | None:
+    async def asubmit(
+        self, trajectory: Trajectory, *, judge: OutcomeJudge | None = None
+    ) -> str | None:
         """Record a finished trajectory and queue it for distillation, durably.
 
-        Waits while the queue is full. Returns the id of the queue item (that of the trajectory);
-        None when nothing was queued: on a read-only bank, which also records nothing, and without
-        an extractor.
+        Waits while too many wait for the extractor here. Returns the id of the queue item (that of
+        the trajectory); None when nothing was queued: on a read-only bank, which also records
+        nothing, without an extractor where the queue is not shared, and for an episode that failed
+        for a technical cause.
+
+        Args:
+            trajectory: the episode.
+            judge: says its outcome, in the background and before it is distilled.
         """
-        if self.bank.read_only:
-            return None
-        if self.extractor is None:
-            await asyncio.shield(self._submitting.arun([trajectory]))
-            return None
-
-        async def queue() -> None:
-            [is_new] = await self._submitting.arun([trajectory])
-            if is_new and self.extractor is not None:  # it may have been taken away meanwhile
-                self._enqueue(trajectory.id)
-
-        async with self._changed:
-            await self._changed.wait_for(
-                lambda: len(self._open) + self._reserved < self.settings.queue_size
-            )
-            self._reserved += 1
-        try:
-            # A trajectory whose submitter is cancelled is distilled all the same.
-            await asyncio.shield(queue())
-        finally:
-            self._reserved -= 1
-            async with self._changed:
-                self._changed.notify_all()
-        return trajectory.id
+        return await self._distiller.submit(trajectory, judge)
 
     submit = _blocking(asubmit)
-
-    def _enqueue(self, id: str) -> None:
-        self._open.add(id)
-        self._ready.put_nowait(id)
-        if len(self._workers) < min(self.settings.distill_workers, len(self._open)):
-            self._workers.add(asyncio.get_running_loop().create_task(self._work()))
-
-    async def _work(self) -> None:
-        """Distil one queued trajectory after the other, and retry or bury what fails."""
-        while True:
-            id = await self._ready.get()
-            await self._resumed.wait()
-            self._running.add(id)
-            try:
-                assert self.extractor is not None
-                trajectory = self.bank.trajectory(id)
-                if trajectory is None:
-                    raise BankError(f"Expected a recorded trajectory, got {id!r}")
-                # The entry versions that were used, each once, in order of use.
-                used = dict.fromkeys(
-                    (u.experience_id, u.experience_version) for u in trajectory.uses
-                )
-                shown = [one for key in used if (one := self.bank.version(*key)) is not None]
-                distillation = await asyncio.wait_for(
-                    self.extractor.adistill(trajectory, shown), self.settings.distill_timeout
-                )
-                keys = keys_to_embed(distillation, shown, trajectory.task or None)
-                await self._embedding.arun(keys)
-                written = await self._write(
-                    self.bank.apply,
-                    distillation,
-                    trajectory=trajectory,
-                    shown=shown,
-                    item=id,
-                    extractor_version=self._version(),
-                )
-            except Exception as error:  # noqa: BLE001  (counted, and tried again)
-                await self._try_again(id, self._count_failure("distill", error))
-            else:
-                self._open.discard(id)
-                self._counts["distilled"] += 1
-                self._tell(
-                    "on_distillation", self.on_distillation, trajectory, distillation, written
-                )
-                if self.settings.cap and len(self.bank) > self.settings.cap:
-                    await self._evict()
-            finally:
-                self._running.discard(id)
-                async with self._changed:
-                    self._changed.notify_all()
-
-    async def _evict(self) -> None:
-        cap, policy = self.settings.cap, self.settings.eviction
-        try:
-            evicted = await self._write(self.bank.evict, cap, policy, seed=self._seed, author="run")
-            self._counts["evicted"] += len(evicted)
-        except Exception as error:  # noqa: BLE001  (the next distillation evicts)
-            self._count_failure("evict", error)
-
-    async def _try_again(self, id: str, reason: str) -> None:
-        """Queue a failed item again after a while, or make it a dead letter."""
-        self._counts["failed"] += 1
-        attempts = self.bank.queue.attempts(id) + 1
-        last = attempts > self.settings.retries
-        try:
-            await self._write(self.bank.queue.fail, id, reason, last=last)
-        except Exception as error:  # noqa: BLE001
-            # The journal cannot be written: the item is still queued there, and tried again here.
-            self._count_failure("queue", error)
-            last = False
-        if last:
-            self._open.discard(id)
-        else:
-            delay = min(self._backoff * 2 ** (attempts - 1), _LONGEST_BACKOFF)
-            asyncio.get_running_loop().call_later(delay, self._ready.put_nowait, id)
 
     def dead_letters(self) -> list[DeadLetter]:
         """Return the trajectories whose distillation was given up, with the last reason."""
@@ -404,45 +350,34 @@ class ExperienceManager:
         Raises:
             BankError: there is no such dead letter.
         """
-        if not await self._write(self.bank.queue.requeue, id):
-            raise BankError(
-                f"Expected the id of a dead letter, got {id!r}; list them with dead_letters()"
-            )
-        if self.extractor is not None and not self.bank.read_only:
-            self._enqueue(id)
+        await self._distiller.requeue(id)
 
     def pause(self) -> None:
         """Start no further distillation; running ones go on."""
-        self._thread.loop.call_soon_threadsafe(self._resumed.clear)
+        self._thread.loop.call_soon_threadsafe(self._distiller.resumed.clear)
 
     def resume(self) -> None:
         """Start distillations again."""
-        self._thread.loop.call_soon_threadsafe(self._resumed.set)
+        self._thread.loop.call_soon_threadsafe(self._distiller.resumed.set)
 
     @property
     def paused(self) -> bool:
         """Return whether ``pause`` holds distillation."""
-        return not self._resumed.is_set()
+        return self._distiller.paused
 
     @_on_own_loop
     async def adrain(self, timeout: float | None = None, *, leave: int = 0) -> None:
         """Wait until all submitted trajectories but ``leave`` are distilled or dead letters.
 
+        Where the queue is shared, also those of others, except what another distiller is at.
+
         Raises:
             TimeoutError: it took longer than ``timeout`` seconds; the rest goes on.
+            BudgetError: the budget of the extractor's backend is spent; the rest stays queued.
+            BackendError: its service refuses the account, or has been out for 10 minutes; the rest
+                stays queued, and distillation goes on when the service answers.
         """
-        try:
-            async with asyncio.timeout(timeout), self._changed:
-                await self._changed.wait_for(
-                    lambda: len(self._open | self._running) + self._reserved <= leave
-                )
-        except TimeoutError:
-            raise TimeoutError(
-                f"Expected the distillation queue to drain within {timeout} s, {len(self._open)}"
-                " items are left"
-            ) from None
-        if self._probation is not None:
-            await self._probation.settle()
+        await self._distiller.drain(timeout, leave)
 
     drain = _blocking(adrain)
 
@@ -454,6 +389,9 @@ class ExperienceManager:
 
         The first pass of a manager looks at the whole bank, a later one at what was written since
         the last that had no failure.
+
+        Raises:
+            BudgetError: the budget of the extractor's backend is spent; what was merged stays.
         """
         extractor, failed = self._merger("merge"), False
 
@@ -464,26 +402,28 @@ class ExperienceManager:
                 distillation = await asyncio.wait_for(
                     extractor.amerge(shown), self.settings.distill_timeout
                 )
-                keys = keys_to_embed(distillation, shown)
-                await self._embedding.arun(keys)
-                written = await self._write(
+                await self._distiller.embed(distillation, shown)
+                written = await self._distiller.write(
                     self.bank.consolidate,
                     distillation,
                     shown=shown,
-                    extractor_version=self._version(),
+                    extractor_version=self._distiller.version(),
                 )
             except Exception as error:  # noqa: BLE001  (the next pass looks at these again)
-                self._count_failure("merge", error)
+                if is_over_budget(error):
+                    raise
+                self._distiller.count_failure("merge", error)
                 failed = True
                 return []
-            self._tell("on_merge", self.on_merge, shown, distillation, written)
+            self._distiller.tell("on_merge", self.on_merge, shown, distillation, written)
             return written
 
         if extractor is None:
             return 0
         head, size, written = self.bank.head, self.settings.merge_chunk, 0
-        groups = recent_groups(self.bank.entries(), self._merged, size)
-        self._counts["merges"] += 1
+        approved = (entry for entry in self.bank.entries() if not entry.proposed)
+        groups = recent_groups(approved, self._merged, size)
+        self._distiller.counts["merges"] += 1
         for group in groups:
             written += len(await merge_group(group, size, merge_chunk))
         if not failed:
@@ -502,6 +442,7 @@ class ExperienceManager:
 
         Raises:
             ConfigError: the extractor has no ``ajudge``.
+            BudgetError: the budget of its backend is spent; what was merged stays.
         """
         extractor = self._merger("deduplicate")
         if extractor is None:
@@ -514,20 +455,22 @@ class ExperienceManager:
             )
 
         async def judge(older: Experience, newer: Experience) -> bool:
-            async with self._judging:
+            async with self._distiller.slots:
                 return await asyncio.wait_for(ask(older, newer), self.settings.distill_timeout)
 
         async def attempt(work: Awaitable[list[Duplicates]]) -> list[Duplicates] | None:
             try:
                 return await work
             except Exception as error:  # noqa: BLE001  (the next pass looks at these again)
-                self._count_failure("deduplicate", error)
+                if is_over_budget(error):
+                    raise
+                self._distiller.count_failure("deduplicate", error)
                 return None
 
-        write = partial(self._write, self.bank.merge_duplicates, author="extractor")
+        write = partial(self._distiller.write, self.bank.merge_duplicates, author="extractor")
         groups = await self._passes.make(judge, write, attempt)
         merged = sum(len(group.merged) for group in groups)
-        self._counts["deduplicated"] += merged
+        self._distiller.counts["deduplicated"] += merged
         return merged
 
     deduplicate = _blocking(adeduplicate)
@@ -538,31 +481,36 @@ class ExperienceManager:
             raise ReadOnlyBankError(
                 f"Expected a writable bank to {name}, got one opened with read_only=True"
             )
+        if self.settings.review:
+            raise ConfigError(
+                f"Expected review=False to {name}, got review=True: an extractor would replace what"
+                " a person approved; use a manager without it"
+            )
         return self.extractor
 
     # Watching
 
     def stats(self) -> dict[str, Any]:
-        """Return counts of everything done and refused, and the latency of retrieval."""
-        counts, embedder, probation = self._searcher.counts, self.bank.embedder, self._probation
+        """Return counts of everything done and refused, and the latency of retrieval.
+
+        ``queued`` and ``running`` are of this manager; ``waiting`` are all in the bank's queue,
+        whoever distils them, and ``dead`` all that were given up. ``outage`` is the reason for
+        which distillation pauses or has ended, and ``pauses`` counts its pauses. ``usage`` has the
+        tokens and the cost of extractor, judge and embedder so far, as far as services report them.
+        """
+        counts, embedder = self._searcher.counts, self.bank.embedder
+        usage = self._distiller.usage()
+        if (spent := getattr(getattr(embedder, "wrapped", None), "spent", None)) is not None:
+            usage["embedder"] = spent
         seconds = np.array(list(counts.seconds) or [0.0]) * 1000.0
         asked = embedder.hits + embedder.misses
-        failures = self._failures if probation is None else self._failures + probation.failures
         return {
             "entries": len(self.bank),
             "head": self.bank.head,
-            "queued": len(self._open) - len(self._running & self._open),
-            "running": len(self._running),
-            "distilled": self._counts["distilled"],
-            "failed": self._counts["failed"],
-            "dead": len(self.bank.queue.dead_letters()),
-            "merges": self._counts["merges"],
-            "deduplicated": self._counts["deduplicated"],
-            "evicted": self._counts["evicted"],
-            "operations": dict(self._operations),
-            "refused": dict(self._refused + self.bank.refused),
+            **self._distiller.stats(),
+            "usage": {role: one.model_dump() for role, one in usage.items()},
+            "refused": dict(self._distiller.refused + self.bank.refused),
             "redacted": dict(self.bank.redacted),
-            "failures": dict(failures),
             "searches": counts.queries,
             "retrievals": counts.retrievals,
             "abstentions": counts.abstentions,
@@ -571,7 +519,6 @@ class ExperienceManager:
             "search_p50_ms": float(np.percentile(seconds, 50)),
             "search_p99_ms": float(np.percentile(seconds, 99)),
             "cache_hit_rate": embedder.hits / asked if asked else 0.0,
-            **({} if probation is None else probation.stats(self.bank.entries())),
         }
 
     def close(self, *, drain: float | None = 0.0) -> None:
@@ -584,34 +531,24 @@ class ExperienceManager:
             drain: seconds to wait for the queue first; None neither waits nor warns, for a caller
                 that comes back to the queue itself.
         """
-        if self._closed:
+        if self._closed or sys.is_finalizing():  # from a __del__, when the loop's thread is gone
             return
         try:
+            self._distiller.stop_taking()
             if drain and not self.paused:
                 self.drain(drain)
-        except TimeoutError:
+        except (TimeoutError, BackendError):
             pass  # the warning below says what is left
         finally:
-            self._stop_all()
-        if self._open and drain is not None:
-            _LOGGER.warning(
-                "%d finished episodes are not distilled yet; they stay in the bank's queue, and the"
-                " next manager with an extractor distils them",
-                len(self._open),
-            )
-
-    def _stop_all(self) -> None:
-        self._closed = True
-        self._thread.run(self._stop())
-        self._thread.close()
-        self._passes.close()
-        for batcher in (self._embedding, self._submitting):
-            batcher.close(BankError("Expected an open manager, got a closed one"))
-        self._writer.shutdown(wait=True)
-        if self._probation is not None:
-            self._probation.close()
-        if not self.bank.read_only and not self.bank.closed:
-            self.bank.save_counters()
+            self._closed = True
+            self._thread.run(self._stop())
+            self._thread.close()
+            self._passes.close()
+            self._distiller.close()
+            if not self.bank.read_only and not self.bank.closed:
+                self.bank.save_counters()
+        if drain is not None:
+            self._distiller.warn_of_rest()
 
     async def _stop(self) -> None:
         self._searcher.close()
@@ -624,6 +561,14 @@ class ExperienceManager:
 
     # Inside
 
+    @property
+    def closed(self) -> bool:
+        """Return whether ``close`` was called."""
+        return self._closed
+
+    def _handle(self) -> Handle:
+        return Handle(ManagerHandle, {"bank": self.bank, "settings": self.settings})
+
     def loop_thread(self) -> EventLoopThread:
         """Return the thread and event loop of this manager.
 
@@ -634,36 +579,78 @@ class ExperienceManager:
             raise BankError(CLOSED)
         return self._thread
 
-    async def _write(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a write of the bank on the thread of writes."""
-        call = partial(work, *args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self._writer, call)
 
-    def _count_failure(self, what: str, error: Exception) -> str:
-        """Count a failure, warn of the first of its kind, and return its reason in words."""
-        kind = "timeout" if isinstance(error, TimeoutError) else type(error).__name__
-        reason = f"{kind}: {error}"[:_REASON] if str(error) else kind
-        counted = f"{what}: {kind}"
-        self._failures[counted] += 1
-        if self._failures[counted] == 1:
+def _asks(method: Callable[Concatenate[ExperienceManager, P], T]) -> Callable[..., T]:
+    """Return a method that has the manager of the other process carry out this one."""
+
+    @wraps(method)
+    def call(self: ManagerHandle, /, *args: Any, **kwargs: Any) -> T:
+        return self.line.call(call.__name__, *args, **kwargs)
+
+    return call
+
+
+def _awaits(method: Callable[..., T]) -> Callable[..., Coroutine[Any, Any, T]]:
+    """Return the coroutine twin of such a method, which waits in a thread."""
+
+    @wraps(method)
+    async def call(self: ManagerHandle, /, *args: Any, **kwargs: Any) -> T:
+        return await asyncio.to_thread(method, self, *args, **kwargs)
+
+    return call
+
+
+class ManagerHandle:
+    """Use the manager of the process that made this one: what a pickled or forked manager is here.
+
+    Searches, the draws behind them, refinement and distillation happen there, for all processes
+    together. Closing a handle leaves the manager open.
+
+    Attributes:
+        bank: a handle of the manager's bank.
+        settings: those of the manager.
+    """
+
+    def __init__(self, line: Line, bank: Bank, settings: ManagerOptions) -> None:
+        self.line = line
+        self.bank = bank
+        self.settings = settings
+
+    def __enter__(self) -> ManagerHandle:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    episode = cast("Callable[..., Episode]", ExperienceManager.episode)
+    plays_free = _asks(ExperienceManager.plays_free)
+    search = _asks(ExperienceManager.search)
+    ask = _asks(ExperienceManager.ask)
+
+    def submit(self, trajectory: Trajectory, *, judge: OutcomeJudge | None = None) -> str | None:
+        """Record and queue a trajectory; a judge that cannot travel leaves it to the extractor."""
+        try:
+            pickle.dumps(judge)
+        except Exception as error:  # noqa: BLE001  (whatever the pickle of a model does)
+            assert judge is not None
+            trajectory, judge = trajectory.model_copy(update={"rubric": judge.rubric}), None
             _LOGGER.warning(
-                "%s failed: %s (once; stats()['failures'] counts further ones)", what, reason
+                "Episode %s is judged by the extractor of %s: its own judge cannot be pickled (%s)",
+                trajectory.id,
+                self.line,
+                error,
             )
-        return reason
+        return self.line.call("submit", trajectory, judge=judge)
 
-    def _tell(
-        self,
-        name: str,
-        hook: Callable[[T, Distillation, list[Experience]], None] | None,
-        source: T,
-        distillation: Distillation,
-        written: list[Experience],
-    ) -> None:
-        """Count the operations of a distillation that was applied, and call the user's hook."""
-        self._operations.update(operation.op for operation in distillation.parsed.operations)
-        self._refused.update(refusal.reason for refusal in distillation.parsed.refused)
-        if hook is not None:
-            try:
-                hook(source, distillation, written)
-            except Exception as error:  # noqa: BLE001  (what a user's hook does ends no worker)
-                self._count_failure(name, error)
+    drain = _asks(ExperienceManager.drain)
+    merge = _asks(ExperienceManager.merge)
+    deduplicate = _asks(ExperienceManager.deduplicate)
+    dead_letters = _asks(ExperienceManager.dead_letters)
+    requeue = _asks(ExperienceManager.requeue)
+    stats = _asks(ExperienceManager.stats)
+    asearch, aask, asubmit = _awaits(search), _awaits(ask), _awaits(submit)
+    adrain, amerge, adeduplicate = _awaits(drain), _awaits(merge), _awaits(deduplicate)
+
+    def close(self, *, drain: float | None = None) -> None:
+        """Close the sockets of this process; safe to call twice."""
+        self.line.close()

@@ -14,13 +14,17 @@ from pydantic import (
     ValidationError,
 )
 
-from experiential.config import BankSettings, RetrievalSettings
+from experiential.bank.records import LEASE_SECONDS
+from experiential.config import REMOVED, BankSettings, RetrievalSettings
 from experiential.errors import ConfigError
 from experiential.plugins import did_you_mean
 
 
 class RetrievalOptions(RetrievalSettings):
     """Everything that decides how queries become hits."""
+
+    strategy: str = "evidence"
+    """as in a recipe, where it is diverse (eq. 6): that of the papers"""
 
     recency: NonNegativeInt = 8
     """window of the recency penalty, in retrievals; 0 turns it off"""
@@ -56,6 +60,8 @@ class ManagerOptions(BankSettings):
     """seconds a request may take"""
     retries: NonNegativeInt = 2
     """of a distillation that failed"""
+    lease: PositiveFloat = LEASE_SECONDS
+    """seconds after which another distiller gets what one that fell silent was at"""
     cap: NonNegativeInt = 0
     """entries above which some are evicted after distillation; 0 never evicts"""
     eviction: Literal["lru", "fifo", "random", "utility"] = "utility"
@@ -66,8 +72,12 @@ class ManagerOptions(BankSettings):
     """compare entries of different tasks, too, when deduplicating"""
     prune_below: float = Field(default=0.3, gt=0.0, lt=1.0)
     """Laplace score (s + 1) / (u + 2) below which an entry is pruned"""
-    provisional_share: float = Field(default=0.5, ge=0.0, le=1.0)
-    """share of the guided episodes that may see entries not trusted yet"""
+    review: bool = False
+    """what is distilled waits for approval by a person: ``bank.approve``, or experiential bank
+    approve"""
+    free_share: float = Field(default=0.1, ge=0.0, le=1.0)
+    """share of the episodes that play free where the caller leaves the condition open, as long as
+    outcomes do not settle whether entries help"""
 
 
 def bank_settings(given: Mapping[str, Any]) -> ManagerOptions:
@@ -80,6 +90,9 @@ def bank_settings(given: Mapping[str, Any]) -> ManagerOptions:
     """
     own = dict(given)
     further = dict(own.pop("options", None) or {})
+    for name in (*own, *further):
+        if (replaced := REMOVED.get(f"bank.{name}")) is not None:
+            raise ConfigError(f"Expected options of ExperienceManager, got {name!r}: {replaced}")
     known = sorted(ManagerOptions.model_fields.keys() - BankSettings.model_fields.keys())
     for name in further:
         if name not in (*known, "retrieval"):

@@ -10,10 +10,13 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeGuard
+from typing import Any, Protocol, Self, TypeGuard, Unpack
 
+from experiential.bank.episode import Episode, EpisodeOptions
 from experiential.bank.index.embed import Embedder, Vector
 from experiential.bank.records import (
+    LEASE_SECONDS,
+    Asked,
     Commit,
     DeadLetter,
     Difference,
@@ -54,6 +57,38 @@ class Queue(Protocol):
         """Return the ids of queued items, oldest first."""
         ...
 
+    def counts(self) -> dict[str, int]:
+        """Return the number of items in each state: "queued", "done" and "dead"."""
+        ...
+
+    def lease(
+        self,
+        holder: str,
+        most: int,
+        *,
+        keep: Sequence[str] = (),
+        seconds: float = LEASE_SECONDS,
+    ) -> list[str]:
+        """Return up to ``most`` queued items, oldest first, that no other distiller works on.
+
+        They are the holder's for ``seconds``, and so are those of ``keep``, unless another has
+        them by now. A lease only spares work: the first result applied to an item counts.
+
+        Args:
+            holder: name of the distiller, different for each.
+            most: further items that it can work on.
+            keep: items that it works on already.
+            seconds: a distiller that is silent for longer loses its items to others.
+
+        Raises:
+            ValueError: blank ``holder``, negative ``most``, or ``seconds`` that are not positive.
+        """
+        ...
+
+    def release(self, holder: str, id: str | None = None) -> None:
+        """Give back one item that a distiller holds, or all of them, for others to take."""
+        ...
+
     def fail(self, id: str, reason: str, *, last: bool) -> int:
         """Count a failed attempt and return the number so far; ``last`` makes a dead letter."""
         ...
@@ -68,20 +103,6 @@ class Queue(Protocol):
 
     def requeue(self, id: str) -> bool:
         """Queue a dead letter again with all its attempts; return False if it is not dead."""
-        ...
-
-
-class TrustBook(Protocol):
-    """Know which entry versions are trusted, as of the last refresh."""
-
-    trusted: frozenset[tuple[str, int]]
-
-    def is_trusted(self, experience: Experience) -> bool:
-        """Return whether this version was trusted at the last refresh."""
-        return (experience.id, experience.version) in self.trusted
-
-    def refresh(self) -> None:
-        """Read the evidence recorded since the last refresh."""
         ...
 
 
@@ -197,6 +218,8 @@ class Bank(View, Protocol):
     def uplift(self, id: str, version: int | None = None) -> Uplift:
         """Estimate the effect of one entry version against free members of the same groups.
 
+        Without such groups the baseline is all episodes of the same tasks that saw no entry, and
+        the interval is valid at any time (``Standing.interval``).
         ``version`` None takes the live version, or the last one of a removed entry.
 
         Raises:
@@ -212,35 +235,11 @@ class Bank(View, Protocol):
         """
         ...
 
-    @property
-    def trust_after(self) -> int:
-        """Return ``trust_after`` of the last manager that set it; 0 if none did."""
-        ...
-
-    @trust_after.setter
-    def trust_after(self, after: int) -> None: ...
-
-    def trust_book(self, after: int) -> TrustBook:
-        """Return a book of trusted entry versions; call its ``refresh`` before use.
-
-        ``after`` is the number of independent tasks on which an entry must have helped, at least 1.
-        """
-        ...
-
-    def standing(self, id: str, *, after: int | None = None) -> Standing:
-        """Judge the live version of an entry on all evidence; ``after`` is as in ``trusted``.
+    def standings(self, asked: Sequence[Asked]) -> list[Standing]:
+        """Say of each entry version what the episodes journalled here tell of it.
 
         Raises:
-            BankError: there is no such entry.
-        """
-        ...
-
-    def trusted(self, *, after: int | None = None, at: int | None = None) -> list[Experience]:
-        """Return the trusted entries, oldest first.
-
-        Args:
-            after: required number of independent tasks; ``trust_after`` by default, 0 trusts all.
-            at: a commit; entries and evidence are then those of that commit.
+            BankError: there is no such entry or version.
         """
         ...
 
@@ -272,6 +271,16 @@ class Bank(View, Protocol):
         """Write the next version of an entry; its history keeps the old one."""
         ...
 
+    def approve(self, id: str) -> Experience:
+        """Let searches find a proposed entry; return the live version.
+
+        The proposal of another text for an entry becomes its next version instead.
+
+        Raises:
+            BankError: there is no such entry, or it is not proposed.
+        """
+        ...
+
     def remove(self, id: str) -> None:
         """Remove an entry; ``at`` and ``rollback`` still know it."""
         ...
@@ -280,18 +289,53 @@ class Bank(View, Protocol):
         """Restore the entries of an earlier commit by a new commit; counters stay."""
         ...
 
+    def episode(self, task: str, **options: Unpack[EpisodeOptions]) -> Episode:
+        """Return an episode of an agent whose record another process distils.
+
+        Entries are shown by evidence, and a share of the episodes plays free, as with a manager;
+        the record is queued durably, for a manager with an extractor here or behind a server.
+        ``ExperienceManager.episode`` also distils and refines.
+
+        Args:
+            task: what is asked, in words: the query of retrieval, and the task of entries.
+            options: see `Episode`.
+        """
+        ...
+
     def record(self, trajectory: Trajectory) -> bool:
         """Journal the outcome and uses of a trajectory; return False if it was recorded before."""
         ...
 
-    def submit(self, trajectory: Trajectory) -> bool:
-        """Record a trajectory and queue it in one commit; return False if it was queued before."""
+    def submit(self, trajectory: Trajectory, *, holder: str = "") -> bool:
+        """Record a trajectory and queue it in one commit; return False if it was queued before.
+
+        ``holder`` names the distiller that takes the item at once, as in ``Queue.lease``; by
+        default the next that asks gets it.
+
+        An episode that failed for a technical cause (``error``) is recorded and never queued.
+        """
         ...
 
     def submit_many(
-        self, trajectories: Sequence[Trajectory], *, distil: bool = True
+        self, trajectories: Sequence[Trajectory], *, distil: bool = True, holder: str = ""
     ) -> list[bool | Exception]:
         """Submit each trajectory, or record it when not ``distil``; return results or errors."""
+        ...
+
+    def conclude(self, id: str, success: bool | None, *, judgement: str = "") -> bool:
+        """Journal the outcome of a recorded trajectory that was unknown; it is evidence from now.
+
+        Args:
+            id: of the trajectory.
+            success: the outcome; None journals the words alone.
+            judgement: who said so, or why.
+
+        Returns:
+            False if the outcome was known before; nothing changes then.
+
+        Raises:
+            BankError: no trajectory with this id was recorded.
+        """
         ...
 
     def apply(
@@ -302,6 +346,7 @@ class Bank(View, Protocol):
         shown: Sequence[Experience],
         item: str | None = None,
         extractor_version: int | None = None,
+        review: bool = False,
     ) -> list[Experience]:
         """Write the operations distilled from a trajectory in one commit; return the new versions.
 
@@ -313,6 +358,7 @@ class Bank(View, Protocol):
             item: the queue item to finish in the same transaction; nothing is written when it is
                 finished already.
             extractor_version: recorded when the distillation carries no generation.
+            review: write new texts as proposed entries (``approve``).
         """
         ...
 

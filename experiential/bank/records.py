@@ -9,6 +9,8 @@ from experiential.types import Condition, Experience, Record, Statistics, Uplift
 
 Policy = Literal["lru", "fifo", "random", "utility"]
 """Order of eviction: least recently used (or written), oldest, random, or lowest Laplace score."""
+LEASE_SECONDS = 30.0
+"""How long an item of the queue stays with a distiller that is no longer heard of."""
 Judge = Callable[[Experience, Experience], bool]
 """Decide whether two entries, the older first, teach the same; see ``ExtractorAgent.judge``."""
 
@@ -65,24 +67,66 @@ class Duplicates(Record):
     merged: tuple[Experience, ...]
 
 
-class Standing(Record):
-    """Report how far one entry version is trusted, and why.
+class Asked(Record):
+    """Name an entry version, and its relevance to the query at hand.
 
-    Attributes:
-        after: required number of independent tasks; 0 trusts everything.
-        tasks: independent tasks with evidence.
-        mean: mean over tasks of the difference of success rates, in [-1, 1]; None without a task.
-        interval: 95 % t-interval of the mean over tasks; None for fewer than two.
-        trusted: True when the interval lies above zero, on at least ``after`` tasks.
+    Relevance None takes that of the best use so far.
     """
 
     id: str
     version: int
-    after: int
+    relevance: float | None = None
+
+
+class Standing(Record):
+    """Say what the episodes journalled in this bank tell of one entry, near one relevance.
+
+    Attributes:
+        uses: with a known outcome, near this relevance; at most the last 200.
+        successes, failures: of these, older ones counted less.
+        unknown: uses whose outcome is not known.
+        others: uses of all entries near this relevance, of the last 200.
+        free_successes, free_failures: of episodes of the entry's task without any entry.
+        posterior: Beta distribution of the success rate with the entry shown.
+        baseline: Beta distribution of the success rate without.
+        tasks: tasks on which it was used that were played without any entry, too.
+        difference: success rate with the entry minus that without, over these tasks; None without.
+        interval: of the difference, 95 %, valid at any time; against all episodes without entries
+            where the tasks have none.
+        settled: whether such an interval says that all entries this near help taken together, so
+            that no further episode needs to play free.
+        said: times that extractors wrote the text, from one episode each.
+        task: of the entry.
+        age: commits since it was written.
+        proposed: whether it waits for approval by a person.
+    """
+
+    uses: int = 0
+    successes: float = 0.0
+    failures: float = 0.0
+    unknown: int = 0
+    others: int = 0
+    free_successes: int = 0
+    free_failures: int = 0
+    posterior: tuple[float, float] = (1.0, 1.0)
+    baseline: tuple[float, float] = (1.0, 1.0)
     tasks: int = 0
-    mean: float | None = None
-    interval: tuple[float, float] | None = None
-    trusted: bool
+    difference: float | None = None
+    interval: tuple[float, float] = (-1.0, 1.0)
+    settled: bool = False
+    said: int = 1
+    task: str | None = None
+    age: int = 0
+    proposed: bool = False
+
+    @property
+    def verdict(self) -> Literal["proposed", "quarantined", "helps", "unproven"]:
+        """Return what the interval says of the entry."""
+        if self.proposed:
+            return "proposed"
+        if self.interval[1] < 0.0:
+            return "quarantined"
+        return "helps" if self.interval[0] > 0.0 else "unproven"
 
 
 class Shown(Record):
@@ -116,6 +160,9 @@ class Explanation(Record):
     condition: Condition
     success: bool | None
     reward: float
+    score: float | None = None
+    baseline: float | None = None
+    judgement: str = ""
     error: str | None
     shown: tuple[Shown, ...]
     written: tuple[Experience, ...]

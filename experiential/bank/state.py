@@ -15,7 +15,7 @@ from experiential.bank.protocol import TextEmbedder, View
 from experiential.bank.search.where import Scope, Scored
 from experiential.bank.storage.tables import History, Live, Stored
 from experiential.errors import BankError
-from experiential.types import Experience, Provenance, Statistics
+from experiential.types import Experience, Provenance, Statistics, Trajectory
 
 Content = tuple[str | None, str, str]
 """Task, kind and text: two entries that share them say the same."""
@@ -155,6 +155,7 @@ class StagedState(Counters):
         entries: those of the base under the staged ones; None for one that was removed.
         commit: the commit being drafted; 0 for a group of them.
         refused, redacted: as in `Gate`.
+        recorded: the episode that it journals, and whether again, because its outcome is known now.
     """
 
     def __init__(
@@ -165,6 +166,7 @@ class StagedState(Counters):
         self.refused: Counter[str] = Counter()
         self.redacted: Counter[str] = Counter()
         self.own_statistics: dict[str, Statistics] = {}
+        self.recorded: tuple[Trajectory, bool] | None = None
         self.statistics = ChainMap(self.own_statistics, base.statistics)
         self.retrieved = base.retrieved
         self._staged: dict[str, Live | None] = {}
@@ -206,14 +208,27 @@ class Draft(StagedState):
         self.point(experience.id, stored)
         return stored.experience
 
-    def revise(self, id: str, text: str, provenance: Provenance, vector: Vector) -> Experience:
+    def revise(
+        self, id: str, text: str, task: str | None, provenance: Provenance, vector: Vector
+    ) -> Experience:
         """Write the next version of a live entry; its origins are kept and added to."""
         live = self.entries.get(id)
         if live is None:
             raise unknown_entry(id)
         version = self._history.last_version(id) + 1
-        update = {"version": version, "text": text, "provenance": provenance}
+        update = {"version": version, "text": text, "task": task, "provenance": provenance}
         return self.put(live.experience.model_copy(update=update), vector, live.origins)
+
+    def vector(self, entry: Experience) -> Vector:
+        """Return the vector of a journalled entry version."""
+        stored = self._history.stored(entry.id, entry.version)
+        assert stored is not None
+        return stored.vector
+
+    def said(self, id: str) -> int:
+        """Return how often extractors wrote the text of a live entry."""
+        live = self.entries.get(id)
+        return 0 if live is None else live.experience.provenance.said
 
     def remove(self, id: str) -> None:
         """Remove a live entry; its history stays."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
-from experiential.types import Add, Distillation, Experience, Merge, Operation, Update
+from experiential.types import Add, Distillation, Experience, Hit, Merge, Operation, Update
 
 TEXT_LIMIT = 2000
 """Characters that the text of an entry may have by default; see ``Bank.text_limit``."""
@@ -21,7 +21,7 @@ TEXT_LIMIT = 2000
 _TAGS = (
     "action answer assistant attempt comment entries episode experience feedback first function"
     " function_call function_calls function_results human information invoke memory note notes"
-    " observation operations outcome question reflection search_and_ask search_experience"
+    " observation operations outcome question reflection rubric search_and_ask search_experience"
     " search_knowledge search_result second system task think thinking tool tool_call tool_calls"
     " tool_code tool_output tool_outputs tool_response tool_result tool_results tool_use tools user"
 )
@@ -90,6 +90,40 @@ def canonical(text: str) -> str:
     """
     joined = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return unicodedata.normalize("NFC", _INVISIBLE.sub("", _BREAK.sub("\n", joined))).strip()
+
+
+# Entries shown to a model
+
+EntryLike = Hit | Experience | str  # types that can be shown as an entry of the bank
+
+
+def entry_text(entry: EntryLike) -> str:
+    """Return the raw text of a hit, an experience or a string."""
+    if isinstance(entry, Hit):
+        return entry.experience.text
+    return entry.text if isinstance(entry, Experience) else entry
+
+
+def indented(entry: EntryLike) -> str:
+    """Escape a text and indent its further lines, so that it begins no line of the prompt."""
+    return disarm(entry_text(entry)).replace("\n", "\n   ")
+
+
+def numbered(entries: Sequence[EntryLike]) -> str:
+    """Return entries as an escaped list, ``1. ...``.
+
+    Further lines of an entry are indented, so that it cannot forge a number.
+    """
+    return "\n".join(f"{number}. {indented(entry)}" for number, entry in enumerate(entries, 1))
+
+
+def experience_block(entries: Sequence[EntryLike]) -> str:
+    r"""Return the block that shows entries to an actor before its observation; empty without any.
+
+    >>> experience_block(["Pull the red lever."])
+    '<experience>\n1. Pull the red lever.\n</experience>\n'
+    """
+    return f"<experience>\n{numbered(entries)}\n</experience>\n" if entries else ""
 
 
 # Secrets. Only forms that ordinary text does not have are looked for; a password in a plain

@@ -7,6 +7,7 @@ import math
 import sqlite3
 import sys
 import time
+from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
@@ -16,30 +17,35 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from experiential.cli.errors import new_app
-from experiential.cli.options import AsJson, Backend, BackendOption, Embedder, Namespace, Store
+from experiential.cli.errors import complain, new_app
+from experiential.cli.options import (
+    AsJson,
+    Backend,
+    BackendOption,
+    BaseUrl,
+    Embedder,
+    KeyEnv,
+    Namespace,
+    Store,
+    named_model,
+)
 from experiential.cli.rows import show_json, show_pairs, show_rows
-from experiential.errors import BankError, BankLockedError, ConfigError
+from experiential.errors import BankError, BankLockedError, BudgetError, ConfigError
 from experiential.types import Statistics
 
 if TYPE_CHECKING:
-    from experiential.bank.evidence.trust import Standing
     from experiential.bank.folder import FolderBank
-    from experiential.bank.records import Difference
+    from experiential.bank.protocol import Bank
+    from experiential.bank.records import Difference, Standing
     from experiential.types import Estimate, Experience
 
 Folder = Annotated[Path, Argument(help="Folder of the bank.")]
+Place = Annotated[
+    str, Argument(metavar="BANK", help="Folder of the bank, or the address of its server.")
+]
 Yes = Annotated[bool, Option("--yes", "-y", help="Do not ask.")]
 DryRun = Annotated[bool, Option("--dry-run", help="Change nothing, only show what would change.")]
 Limit = Annotated[int, Option(min=0, help="Rows to show; 0 shows all.")]
-TrustAfter = Annotated[
-    int | None,
-    Option(
-        min=0,
-        help="Tasks on which an entry must have helped; by default what the last run asked for, 0"
-        " trusts all.",
-    ),
-]
 
 app = new_app("Read and mend an experience bank.")
 
@@ -78,6 +84,24 @@ def opened(
         ) from error
 
 
+@contextmanager
+def opened_at(
+    place: str, namespace: str, *, write: bool = False, **options: Any
+) -> Generator[Bank]:
+    """Open the bank of a folder as `opened` does, or the one behind the address of a server."""
+    if not place.startswith(("http://", "https://")):
+        with opened(Path(place), namespace, write=write, **options) as bank:
+            yield bank
+        return
+    from experiential.bank.bank import ExperienceBank
+
+    try:
+        with ExperienceBank(place, namespace=namespace, read_only=not write, **options) as bank:
+            yield bank
+    except (BankError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+
+
 def confirm(question: str, yes: bool) -> bool:
     """Ask on the terminal whether to go on, unless ``yes``; with nobody there, it is refused."""
     if yes:
@@ -108,16 +132,16 @@ def list_entries(
     folder: Folder,
     namespace: Namespace = "default",
     limit: Limit = 50,
-    trust_after: TrustAfter = None,
     as_json: AsJson = False,
 ) -> None:
-    """List entries, the most used first, and tell who is trusted."""
+    """List entries, the most used first, and what their outcomes say of them."""
     with opened(folder, namespace) as bank:
         entries = sorted(bank, key=lambda entry: -entry.statistics.uses)
-        trusted = {entry.id for entry in bank.trusted(after=trust_after)}
-    rows = [summary_row(entry) for entry in (entries[:limit] if limit else entries)]
-    for row in rows:
-        row["trust"] = "trusted" if row["id"] in trusted else "provisional"
+        entries = entries[:limit] if limit else entries
+        standings = standings_of(bank, entries)
+    rows = [summary_row(entry) for entry in entries]
+    for row, standing in zip(rows, standings, strict=True):
+        row["evidence"] = standing.verdict
         row["text"] = row.pop("text")  # the last column
     show_rows(rows, as_json)
 
@@ -127,10 +151,9 @@ def show(
     folder: Folder,
     id: Annotated[str, Argument(help="Id of an entry.")],
     namespace: Namespace = "default",
-    trust_after: TrustAfter = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show one entry with its provenance, its statistics, its uplift and how far it is trusted."""
+    """Show one entry with its provenance, its statistics, its uplift and what outcomes say."""
     with opened(folder, namespace) as bank:
         entry = bank.get(id)
         if entry is None:
@@ -138,10 +161,10 @@ def show(
                 f"Expected the id of an entry of {folder}, got {id!r}; see: experiential bank ls"
                 f" {folder}"
             )
-        uplift, standing = bank.uplift(id), bank.standing(id, after=trust_after)
+        uplift, [standing] = bank.uplift(id), standings_of(bank, [entry])
     if as_json:
         score = entry.statistics.score
-        evidence = {"score": score, "uplift": uplift, "trust": standing}
+        evidence = {"score": score, "uplift": uplift, "evidence": standing}
         show_json(entry.model_dump(mode="json") | evidence)
         return
     made = entry.provenance.model_dump(exclude_none=True, exclude_defaults=True)
@@ -152,7 +175,7 @@ def show(
         "score": f"{entry.statistics.score:.3f}",
         "uplift of this version": in_words(uplift),
         "uplift with its lineage": in_words(uplift.lineage),
-        "trust": standing_in_words(standing),
+        "evidence": standing_in_words(standing),
     }
     show_pairs({name: "" if value is None else value for name, value in shown.items()})
 
@@ -165,30 +188,37 @@ def in_words(estimate: Estimate) -> str:
     '+0.500 (95 % +0.100 to +0.900, 3 groups)'
     """
     if estimate.mean is None:
-        return "no group with guided and free members"
+        return "no episode of its tasks played without it yet"
+    unit = "task" if getattr(estimate, "baseline", "groups") == "tasks" else "group"
     if estimate.interval is None:
-        return f"{estimate.mean:+.3f} ({estimate.groups} group, no interval)"
+        return f"{estimate.mean:+.3f} ({estimate.groups} {unit}, no interval)"
     low, high = estimate.interval
-    return f"{estimate.mean:+.3f} (95 % {low:+.3f} to {high:+.3f}, {estimate.groups} groups)"
+    several = unit if estimate.groups == 1 else f"{unit}s"
+    return f"{estimate.mean:+.3f} (95 % {low:+.3f} to {high:+.3f}, {estimate.groups} {several})"
+
+
+def standings_of(bank: Bank, entries: Sequence[Experience]) -> list[Standing]:
+    """Return what outcomes say of live entries."""
+    from experiential.bank.records import Asked
+
+    return bank.standings([Asked(id=entry.id, version=entry.version) for entry in entries])
 
 
 def standing_in_words(standing: Standing) -> str:
-    """Format the trust in an entry for people.
+    """Format for people what outcomes say of an entry.
 
-    >>> from experiential.bank.evidence.trust import Standing
-    >>> found = {"id": "a", "version": 1, "after": 3, "tasks": 2, "trusted": False}
-    >>> standing_in_words(Standing(**found, mean=0.5, interval=(-0.1, 1.1)))
-    'provisional (2 of 3 tasks, +0.500, 95 % -0.100 to +1.100)'
+    >>> from experiential.bank.records import Standing
+    >>> standing_in_words(Standing(uses=30, interval=(-0.9, -0.1)))
+    'quarantined: never shown, since it harms (-0.900 to -0.100, 30 uses)'
     """
-    if not standing.after:
-        return "trusted (no tasks asked for)"
-    parts = [f"{standing.tasks} of {standing.after} tasks"]
-    if standing.mean is not None:
-        parts.append(f"{standing.mean:+.3f}")
-    if standing.interval is not None:
-        low, high = standing.interval
-        parts.append(f"95 % {low:+.3f} to {high:+.3f}")
-    return f"{'trusted' if standing.trusted else 'provisional'} ({', '.join(parts)})"
+    low, high = standing.interval
+    found = f"({low:+.3f} to {high:+.3f}, {standing.uses} uses)"
+    return {
+        "proposed": "proposed: shown once a person approves, see: experiential bank approve",
+        "quarantined": f"quarantined: never shown, since it harms {found}",
+        "helps": f"helps {found}",
+        "unproven": f"unproven {found}",
+    }[standing.verdict]
 
 
 @app.command()
@@ -268,6 +298,8 @@ def why(
     said = {True: "success", False: "failure", None: "unknown"}
     outcome = found.error or said[found.success]
     ended = {"condition": found.condition.value, "outcome": outcome, "reward": found.reward}
+    said_later = {"judged": found.judgement, "score": found.score, "usual score": found.baseline}
+    ended |= {name: value for name, value in said_later.items() if value not in (None, "")}
     show_pairs({"task": found.task} | ended)
     sys.stdout.write("\nshown\n")
     shown = [
@@ -338,19 +370,18 @@ def difference_rows(found: Difference) -> list[dict[str, Any]]:
 
 @app.command()
 def stats(
-    folder: Folder,
+    place: Place,
     namespace: Namespace = "default",
-    trust_after: TrustAfter = None,
     as_json: AsJson = False,
 ) -> None:
-    """Count entries, those trusted and not, commits, uses and successes."""
-    with opened(folder, namespace) as bank:
-        entries, trusted = list(bank), len(bank.trusted(after=trust_after))
+    """Count entries, what outcomes say of them, commits, uses and successes."""
+    with opened_at(place, namespace) as bank:
+        entries = list(bank)
+        verdicts = Counter(standing.verdict for standing in standings_of(bank, entries))
         counts = [entry.statistics.model_dump() for entry in entries]
         numbers = {
             "entries": len(entries),
-            "trusted": trusted,
-            "provisional": len(entries) - trusted,
+            **{name: verdicts[name] for name in ("helps", "unproven", "quarantined", "proposed")},
             "commits": len(bank.commits()),
             **{name: sum(count[name] for count in counts) for name in Statistics.model_fields},
             "queued": len(bank.queue.waiting()),
@@ -388,6 +419,22 @@ def rollback(
 
 
 @app.command()
+def approve(
+    folder: Folder,
+    ids: Annotated[
+        list[str] | None, Argument(help="Ids of proposed entries; without any, they are listed.")
+    ] = None,
+    namespace: Namespace = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Approve proposed entries, so that searches find them; without ids, list what waits."""
+    with opened(folder, namespace, write=bool(ids)) as bank:
+        waiting = [entry for entry in bank if entry.proposed]
+        entries = [bank.approve(id) for id in ids] if ids else waiting
+    show_rows([summary_row(entry) for entry in entries], as_json)
+
+
+@app.command()
 def prune(
     folder: Folder,
     score: Annotated[
@@ -421,8 +468,13 @@ def merge(
     folder: Folder,
     model: Annotated[
         str | None,
-        Option(help="Merges related entries: tiny, smollm2, a model folder, or a hub name."),
+        Option(
+            help="Merges related entries: tiny, smollm2, a model folder, a hub name, or with"
+            " --base-url its name at the server."
+        ),
     ] = None,
+    base_url: BaseUrl = None,
+    api_key_env: KeyEnv = None,
     backend: Backend = None,
     backend_option: BackendOption = None,
     threshold: Annotated[
@@ -435,12 +487,12 @@ def merge(
     namespace: Namespace = "default",
     dry_run: DryRun = False,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Merge related entries, and show the changes.
 
     A model merges; without one, near-duplicates are merged by their cosine.
     """
-    if model is None and backend is None:
+    if (model, base_url, api_key_env, backend) == (None,) * 4:
         with opened(folder, namespace, write=not dry_run) as bank:
             found = bank.deduplicate(threshold, across_tasks=across_tasks, dry_run=dry_run)
         rows: list[dict[str, Any]] = []
@@ -452,38 +504,35 @@ def merge(
             " stays as it is\n"
         )
         show_rows(rows, as_json)
-        return
+        return 0
 
     from experiential.agents.extractor import ExtractorAgent
     from experiential.bank.manager import ExperienceManager
     from experiential.cli.preflight import check_model
-    from experiential.config import ModelSettings
-    from experiential.llm.base import open_llm, read_options
+    from experiential.llm.models import open_model
     from experiential.training.roles import prompt_set_name
 
-    backend = backend or "local"
-    options = ({} if model is None else {"model": model}) | read_options(backend_option or ())
-    # a name of a foreign backend says nothing about our bundled model
-    settings = ModelSettings(name=backend)
-    if backend == "local":
-        options = {"model": "tiny", **options}
-        settings = ModelSettings(name=options["model"])
-        check_model(settings)
+    settings = named_model(model, base_url, api_key_env, backend, backend_option)
+    check_model(settings)
     with ExitStack() as stack:
         bank = stack.enter_context(opened(folder, namespace, write=not dry_run))
         if dry_run:  # a copy is merged
             scratch = stack.enter_context(TemporaryDirectory(prefix="experiential-merge-"))
             bank = stack.enter_context(bank.fork(scratch))
-        head = bank.head
-        llm = stack.enter_context(closing(open_llm(backend, **options)))
+        head, spent = bank.head, None
+        llm = stack.enter_context(closing(open_model(settings)))
         extractor = ExtractorAgent(llm, prompts=prompt_set_name(settings), seed=0)
         with ExperienceManager(bank, extractor) as manager:
-            manager.merge()
+            try:
+                manager.merge()
+            except BudgetError as error:
+                spent = error
             failures: dict[str, int] = manager.stats()["failures"]
         for reason, count in failures.items():
             sys.stderr.write(f"{count} x {reason}\n")
         changes = difference_rows(bank.diff(head, bank.head))
     show_rows(changes, as_json)
+    return 0 if spent is None else complain(f"{spent}; the same command goes on", 1)
 
 
 # Moving and mending
@@ -533,9 +582,9 @@ def import_entries(
 
 
 @app.command("dead-letters")
-def dead_letters(folder: Folder, namespace: Namespace = "default", as_json: AsJson = False) -> None:
+def dead_letters(place: Place, namespace: Namespace = "default", as_json: AsJson = False) -> None:
     """List the episodes whose distillation was given up, oldest first, with the last reason."""
-    with opened(folder, namespace) as bank:
+    with opened_at(place, namespace) as bank:
         rows: list[dict[str, Any]] = []
         for letter in bank.queue.dead_letters():
             trajectory = bank.trajectory(letter.id)
@@ -546,20 +595,20 @@ def dead_letters(folder: Folder, namespace: Namespace = "default", as_json: AsJs
 
 @app.command()
 def requeue(
-    folder: Folder,
+    place: Place,
     ids: Annotated[
         list[str] | None, Argument(help="Ids of dead letters; all of them by default.")
     ] = None,
     namespace: Namespace = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Queue dead letters again; the next manager with an extractor distils them."""
-    with opened(folder, namespace, write=True) as bank:
+    """Queue dead letters again; `experiential distil`, or a manager with an extractor, distils."""
+    with opened_at(place, namespace, write=True) as bank:
         dead = [letter.id for letter in bank.queue.dead_letters()]
         if unknown := sorted(set(ids or ()) - set(dead)):
             raise ConfigError(
                 f"Expected ids of dead letters, got {', '.join(unknown)}; see: experiential bank"
-                f" dead-letters {folder}"
+                f" dead-letters {place}"
             )
         queued = [id for id in ids or dead if bank.queue.requeue(id)]
     show_rows([{"queued": len(queued)}], as_json)

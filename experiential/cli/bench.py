@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from contextlib import ExitStack, closing
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -25,13 +24,24 @@ from rich.table import Table
 from typer import Option
 
 from experiential.cli.errors import complain, new_app
-from experiential.cli.options import AsJson, Backend, BackendOption, Embedder, Namespace
+from experiential.cli.options import (
+    AsJson,
+    Backend,
+    BackendOption,
+    BaseUrl,
+    Embedder,
+    KeyEnv,
+    Namespace,
+    named_model,
+)
 from experiential.cli.rows import show_json, show_line
-from experiential.errors import ConfigError
-from experiential.llm.base import LLM, open_llm, read_options
+from experiential.errors import BudgetError, ConfigError
+from experiential.llm.base import LLM
+from experiential.llm.metered import Meter, Spent
 from experiential.plugins import import_from_here, known_names
 
 if TYPE_CHECKING:
+    from experiential.config import ModelSettings
     from experiential.evaluation.suite_play import MakeActor, SuiteBank
     from experiential.evaluation.suites import Suite
 
@@ -116,22 +126,17 @@ def run(
     search_and_ask: Annotated[
         int, Option(min=0, help="Questions to the bank that an episode may ask.")
     ] = 0,
-    backend: Backend = "local",
+    backend: Backend = None,
     backend_option: BackendOption = None,
     model: Annotated[
         str | None,
         Option(
-            help="With local tiny (default), smollm2, a folder or a hub name; with openai the name"
-            " at the server."
+            help="Here tiny (default), smollm2, a folder or a hub name; with --base-url the name at"
+            " the server, whose only model is taken otherwise."
         ),
     ] = None,
-    base_url: Annotated[
-        str | None,
-        Option(
-            help="OpenAI-compatible server; else OPENAI_BASE_URL. The key is taken from"
-            " OPENAI_API_KEY."
-        ),
-    ] = None,
+    base_url: BaseUrl = None,
+    api_key_env: KeyEnv = None,
     replies: Annotated[
         Path | None,
         Option(help="Replies of the scripted backend, one a line, over and over."),
@@ -156,10 +161,13 @@ def run(
     Without --bank each task is played once, with --bank twice: on the same worlds and seeds,
     without the bank and with it.
     """
+    from experiential.cli.preflight import check_model
     from experiential.evaluation.players import SEATS
     from experiential.evaluation.results import ResultStore
     from experiential.evaluation.suite_play import Plan, SuiteResults, play_suite
     from experiential.evaluation.suites import find_data, find_suite
+    from experiential.llm.models import open_model
+    from experiential.training.roles import prompt_set_name
 
     find_data()
     chosen = find_suite(suite, tasks.split(",") if tasks else None)
@@ -182,20 +190,36 @@ def run(
     name = file.name.removesuffix(".json")
     with ExitStack() as stack:
         asks = agent == "llm" or learn
-        llm = stack.enter_context(closing(open_backend(context.params))) if asks else None
-        make_actor, second = open_agents(context.params, llm)
+        llm, prompts = None, "full"
+        if asks:
+            named = model_of(context.params)
+            check_model(named)
+            llm, prompts = stack.enter_context(closing(open_model(named))), prompt_set_name(named)
+        meter = Meter()
+        make_actor, second = open_agents(context.params, llm, prompts, meter)
         settings = settings_of(chosen, context.params, asks=asks)
         if second is not None and second.extractor is None:
             with second.open() as opened:
                 settings["commit"] = opened.head  # a bank that has grown since is another setting
         done = store.find(name, settings) or SuiteResults(settings=settings)
         slots = slots or (8 if agent == "llm" else 1)
-        plan = Plan(episodes, visits, seed, split, slots, search_and_ask, SEATS.get(agent))
-        keep = partial(store.keep, name)
+        seat = SEATS.get(agent)
+        plan = Plan(episodes, visits, seed, split, slots, search_and_ask, seat, meter)
+        latest, spent = [done], None
+
+        def keep(found: SuiteResults) -> None:
+            latest.append(found)
+            store.keep(name, found)
+
         try:
             done = asyncio.run(play_suite(chosen, plan, make_actor, second, done, keep))
         except KeyboardInterrupt:
             return complain("interrupted; the same command goes on", 130)
+        except BudgetError as error:
+            spent = f"{error}; the same command without --overwrite goes on with what is left"
+            done = latest[-1]
+            if not done.cells:
+                return complain(spent, 1)
 
     console = Console(width=None if sys.stdout.isatty() else _WIDE)
     console.print(report_table(f"{chosen.name}: {agent}, seed {seed}", done.report))
@@ -204,38 +228,47 @@ def run(
         for reason, count in task["failures"].items():
             line = f"{task['task']} ({task['arm']}): {count} failed: {reason}"
             console.print(line, markup=False, highlight=False)
+    for task in done.report["tasks"]:
+        shares = ((role, Spent(**task[role])) for role in ("actor", "extractor") if role in task)
+        if words := [f"{role} {one.describe()}" for role, one in shares if one.requests]:
+            show_line(console, f"{task['task']} ({task['arm']}) spent: {'; '.join(words)}")
     show_line(console, f"results: {store.path(name)}")
+    if spent is not None:
+        return complain(spent, 1)
     return int(any(task["failed"] == task["episodes"] for task in done.report["tasks"]))
 
 
-def open_agents(options: dict[str, Any], llm: LLM | None) -> tuple[MakeActor, SuiteBank | None]:
-    """Return what builds the agent, and its bank; agent and extractor ask ``llm``, if wanted."""
+def open_agents(
+    options: dict[str, Any], llm: LLM | None, prompts: str, meter: Meter
+) -> tuple[MakeActor, SuiteBank | None]:
+    """Return what builds the agent, and its bank; agent and extractor ask ``llm``, if wanted.
+
+    ``meter`` counts what the agent generates; the bank has one of its own.
+    """
     from experiential.agents.actor import ActorAgent
     from experiential.agents.extractor import ExtractorAgent
-    from experiential.config import ModelSettings
     from experiential.evaluation.players import AGENT, SEATS, Player
     from experiential.evaluation.suite_play import SuiteBank
-    from experiential.llm.metered import Meter, Metered
-    from experiential.training.roles import prompt_set_name
+    from experiential.llm.metered import Metered
 
-    # The tiny model knows prompts of its own, and writes no actions: it only chooses.
-    tiny = options["backend"] == "local" and (options["model"] or "tiny") == "tiny"
-    prompts = prompt_set_name(ModelSettings(name="tiny" if tiny else "other"))
     bank = None
     if options["bank"] is not None:
-        meter, extractor = Meter(), None
+        distilling, extractor = Meter(), None
         if options["learn"] and llm is not None:
-            extractor = ExtractorAgent(Metered(llm, meter), prompts=prompts, seed=options["seed"])
+            extractor = ExtractorAgent(
+                Metered(llm, distilling), prompts=prompts, seed=options["seed"]
+            )
         folder, namespace, embedder = (options[one] for one in ("bank", "namespace", "embedder"))
-        bank = SuiteBank(folder, namespace, embedder, extractor, meter)
+        bank = SuiteBank(folder, namespace, embedder, extractor, distilling)
     name: str = options["agent"]
     if name in SEATS:
         return lambda: Player(lambda observation, info: info[AGENT](observation, info)), bank
     if llm is not None and name == "llm":
         kept = ("instruction", "temperature", "max_tokens", "history")
         settings: dict[str, Any] = {one: options[one] for one in kept} | {"prompts": prompts}
-        settings["constrain"] = options["constrain"] or tiny
-        return lambda: ActorAgent(llm, **settings), bank
+        # the tiny model writes no actions: it only chooses
+        settings["constrain"] = options["constrain"] or prompts == "brief"
+        return lambda: ActorAgent(Metered(llm, meter), **settings), bank
     module, _, attribute = name.partition(":")
     found = import_from_here(module, f"--agent {name}") if attribute else None
     function: Any = getattr(found, attribute, None)
@@ -247,32 +280,32 @@ def open_agents(options: dict[str, Any], llm: LLM | None) -> tuple[MakeActor, Su
     return lambda: Player(function), bank
 
 
-def open_backend(options: dict[str, Any]) -> LLM:
-    """Open the language model; any backend gets model and address where given, and its options."""
-    backend, model = options["backend"], options["model"]
-    made = {name: options[name] for name in ("model", "base_url") if options[name] is not None}
-    if backend == "local":
-        made = {"model": model or "tiny", "dtype": options["dtype"], "device": options["device"]}
-    elif backend == "scripted":
+def model_of(options: dict[str, Any]) -> ModelSettings:
+    """Return the settings of the language model that the options name."""
+    backend, more = options["backend"], dict[str, Any]()
+    if backend == "scripted":
         file: Path | None = options["replies"]
         try:
             lines = file.read_text(encoding="utf-8").splitlines() if file else []
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"Expected a text file of replies, got {file}: {error}") from error
-        made = {"replies": [line for line in lines if line.strip()]}
-        if not made["replies"]:
+        more = {"replies": [line for line in lines if line.strip()]}
+        if not more["replies"]:
             raise ConfigError(
                 "Expected --replies FILE with a reply a line for --backend scripted, got"
                 f" {file or 'none'}"
             )
-    elif backend == "openai":
-        if not model:
-            raise ConfigError(
-                "Expected --model NAME with --backend openai: the model's name at the server, got"
-                " none"
-            )
-        made["supports_choices"] = options["constrain"]
-    return open_llm(backend, **made | read_options(options["backend_option"] or ()))
+    if options["constrain"] and (backend == "openai" or options["base_url"]):
+        more = {"supports_choices": True}
+    settings = named_model(
+        options["model"],
+        options["base_url"],
+        options["api_key_env"],
+        backend,
+        options["backend_option"],
+        **more,
+    )
+    return settings.model_copy(update={name: options[name] for name in ("dtype", "device")})
 
 
 def settings_of(suite: Suite, options: dict[str, Any], *, asks: bool) -> dict[str, Any]:
@@ -282,8 +315,12 @@ def settings_of(suite: Suite, options: dict[str, Any], *, asks: bool) -> dict[st
     """
     from experiential.envs.readiness import readiness
     from experiential.evaluation.cell import package_version
+    from experiential.llm.hosted import NEUTRAL
 
     given = {name: options[name] for name in (*_OF_RUN, *(_OF_AGENT if asks else ()))}
+    if more := given.get("backend_option"):
+        counted = [one for one in more if one.partition("=")[0] not in NEUTRAL]
+        given["backend_option"] = counted or None
     entries = {task.name: readiness(task.id) for task in suite.tasks}
     return {
         "suite": suite.name,
@@ -304,7 +341,7 @@ def settings_of(suite: Suite, options: dict[str, Any], *, asks: bool) -> dict[st
 
 def report_table(title: str, found: dict[str, Any]) -> Table:
     """Lay the report of a suite out as a table; differences in success are in points."""
-    caption = "95 % intervals; tokens 0: the agent has no model, or its backend shows no token ids"
+    caption = "95 % intervals; tokens 0: the agent has no model, or its backend reports none"
     table = Table(title=title, caption=caption)
     table.add_column("task")
     table.add_column("arm")

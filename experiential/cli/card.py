@@ -36,6 +36,16 @@ def card_table(card: Card) -> Table:
     return table
 
 
+def dollars(card: Card) -> Iterator[str]:
+    """Yield a line for each arm with a known price: what a success costs."""
+    for recipe in card.recipes:
+        for arm in recipe.arms:
+            *_, actor, extractor = show_costs(arm.per_success)
+            if arm.per_success is not None and (actor or extractor):
+                costs = f"actor {actor or 'unknown'}, extractor {extractor or 'unknown'}"
+                yield f"{recipe.name}, {arm.arm}: {costs} a success"
+
+
 def card_lines(card: Card) -> Iterator[str]:
     """Yield the same as plain lines: one for each arm, then the remarks."""
     names = ("recipe", "arm", "seeds", "visit 1", "later visits", "on minus this", *COSTS)

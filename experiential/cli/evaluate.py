@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.console import Console
 from typer import Argument, Option
 
-from experiential.cli.options import AsJson
+from experiential.cli.errors import complain
+from experiential.cli.options import AsJson, BaseUrl, KeyEnv, model_overrides, named_model
 from experiential.cli.preflight import CONFIG_FILE, check_experiment
 from experiential.cli.rows import show_line
 from experiential.cli.train import quieten
 from experiential.config import Arm
-from experiential.errors import CheckpointError, ConfigError, MissingExtraError
+from experiential.errors import BudgetError, CheckpointError, ConfigError, MissingExtraError
 from experiential.recipe import load_experiment
 
 if TYPE_CHECKING:
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
     from experiential.training.run_evaluation import EvaluatedRun
 
 ALL = "off,on,frozen,shuffled,placebo"
+UNTRAINED = (
+    "runtime=frozen actor.train=false extractor.train=false extractor_model=null"
+    " methods.cold_start=null methods.self_distill=null methods.entropy_bonus=null"
+).split()
+"""Overrides that put another model in the place of a run's weights."""
 CARD, PICTURE, PAGE, CELLS = "card.json", "report.png", "report.html", "cells"
 """Names of the files and the folder that an evaluation writes into its output folder."""
 
@@ -43,17 +49,29 @@ def evaluate(
         bool,
         Option(help="Use the cells in --output that are finished; otherwise play all again."),
     ] = True,
+    model: Annotated[
+        str | None,
+        Option(
+            help="Acts and distils in place of the run's own weights: tiny, smollm2, a folder, a"
+            " hub name, or with --base-url its name at the server."
+        ),
+    ] = None,
+    base_url: BaseUrl = None,
+    api_key_env: KeyEnv = None,
     as_json: AsJson = False,
     plain: Annotated[bool, Option("--plain", help="Lines instead of a table.")] = False,
-) -> None:
+) -> int:
     """Compare arms: play the newest checkpoint of each run on held-out worlds under each.
 
     Runs of one recipe that differ by their seed are taken together. The runs and their banks stay
-    as they are.
+    as they are. With a model or a server, what is compared is the run's bank in other hands.
     """
     folders, overrides = split_targets(targets)
+    if (model, base_url, api_key_env) != (None, None, None):
+        named = named_model(model, base_url, api_key_env)
+        overrides = [*UNTRAINED, *model_overrides("model", named), *overrides]
     wanted = parse_arms(arms)
-    from experiential.training.run_evaluation import METRICS, evaluate_run, open_run
+    from experiential.training.run_evaluation import METRICS, evaluate_run, finished_cells, open_run
 
     runs: list[EvaluatedRun] = []
     for folder in folders:
@@ -74,7 +92,7 @@ def evaluate(
             f"Expected a folder that can be written for --output, got {output}: {reason}"
         )
     quieten()
-    from experiential.cli.card import card_lines, card_table, remarks
+    from experiential.cli.card import card_lines, card_table, dollars, remarks
     from experiential.cli.view import describe_evaluation
     from experiential.evaluation.card import make_card
     from experiential.evaluation.cell import cell_store, settings_digest
@@ -85,14 +103,22 @@ def evaluate(
     console = Console(stderr=as_json)
     store = cell_store(output / CELLS, overwrite=not resume)
     cells: list[Cell] = []
+    spent: BudgetError | None = None
     for run in runs:
 
         def tell(event: dict[str, Any], name: str = run.name) -> None:
             if event["event"] == "eval":
                 show_line(console, f"{name}: {describe_evaluation(event)}")
 
-        cells += evaluate_run(run, wanted, store, observer=tell)
-
+        try:
+            cells += evaluate_run(run, wanted, store, observer=tell)
+        except BudgetError as error:
+            spent = error
+            found = finished_cells(run, wanted, cell_store(output / CELLS))
+            cells += found.values()
+            break
+    if spent is not None and not cells:
+        raise spent
     card = make_card(cells, arms=wanted, overrides=overrides)
     text = card.model_dump_json(indent=1) + "\n"
     (output / CARD).write_text(text, encoding="utf-8")
@@ -109,17 +135,19 @@ def evaluate(
         no_picture = str(error)
     page = write_page(card, output / PAGE, picture)
 
+    over = f"{spent}; what was played before is in {output / CARD}, and the same command goes on"
     if as_json:
         sys.stdout.write(text)
-        return
+        return 0 if spent is None else complain(over, 1)
     if not plain:
         console.print(card_table(card))
-    for line in card_lines(card) if plain else remarks(card):
+    for line in card_lines(card) if plain else (*dollars(card), *remarks(card)):
         show_line(console, line)
     if picture is None:
         show_line(console, f"no picture: {no_picture}")
     for file in filter(None, (output / CARD, page, picture)):
         show_line(console, f"{file.stem:>15}  {file}")
+    return 0 if spent is None else complain(over, 1)
 
 
 def split_targets(targets: Sequence[str]) -> tuple[list[Path], list[str]]:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
-from experiential.cli import bank, bench, envs, evaluate, serve
+from experiential.cli import bank, bench, distil, envs, evaluate, mcp, serve
 from experiential.cli.errors import new_app, run_app
 from experiential.cli.options import AsJson, Version
 from experiential.cli.rows import show_rows
@@ -40,6 +40,8 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(envs.app, name="envs")
 app.command("eval")(evaluate.evaluate)
 app.command("serve")(serve.serve)
+app.command("distil")(distil.distil)
+app.command("mcp")(mcp.mcp)
 
 
 @app.callback(invoke_without_command=True)

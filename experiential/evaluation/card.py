@@ -43,10 +43,14 @@ class PerSuccess(Record):
 
     episodes: float
     seconds: float
-    actor_tokens: float
-    extractor_tokens: float
+    actor_tokens: float | None
+    """None: no reply has reported them."""
+    extractor_tokens: float | None
     actor_seconds: float
     extractor_seconds: float
+    actor_cost: float | None = None
+    """Dollars; None where no price is known."""
+    extractor_cost: float | None = None
 
 
 class ArmReport(Record):
@@ -178,6 +182,10 @@ def make_card(
                 f"{name}: one training seed; its intervals leave out how much another training"
                 " would differ"
             )
+        for cell in mine:
+            for role, spent in (("actor", cell.cost.actor), ("extractor", cell.cost.extractor)):
+                if spent.tokens and spent.unreported:
+                    notes.append(f"{name}, {cell.arm}, {role}: {spent.describe()}")
         if mine[0].environment != base[0].environment:
             apart.append(
                 f"{name}: plays {mine[0].environment}, the first recipe {base[0].environment}; they"
@@ -220,12 +228,19 @@ def arm_report(arm: Arm, cells: Sequence[Cell]) -> ArmReport:
     costs = {
         "episodes": episodes,
         "seconds": seconds,
-        "actor_tokens": actor.tokens,
-        "extractor_tokens": extractor.tokens,
+        "actor_tokens": None if actor.unreported and not actor.tokens else actor.tokens,
+        "extractor_tokens": (
+            None if extractor.unreported and not extractor.tokens else extractor.tokens
+        ),
         "actor_seconds": actor.seconds,
         "extractor_seconds": extractor.seconds,
+        "actor_cost": actor.cost,
+        "extractor_cost": extractor.cost,
     }
-    each = {name: cost / successes for name, cost in costs.items()} if successes else None
+    per_success = None
+    if successes:
+        each = {name: None if cost is None else cost / successes for name, cost in costs.items()}
+        per_success = PerSuccess.model_validate(each)
     return ArmReport(
         arm=arm,
         visits=tuple(visits),
@@ -237,7 +252,7 @@ def arm_report(arm: Arm, cells: Sequence[Cell]) -> ArmReport:
         seconds=seconds,
         actor=actor,
         extractor=extractor,
-        per_success=None if each is None else PerSuccess(**each),
+        per_success=per_success,
     )
 
 

@@ -15,6 +15,7 @@ from pydantic import Field
 from experiential.config import Arm, Experiment
 from experiential.evaluation.results import ResultStore
 from experiential.evaluation.visits import Cost, later
+from experiential.llm.hosted import NEUTRAL
 from experiential.types import Record
 
 
@@ -83,9 +84,17 @@ def cell_name(checkpoint: str, settings: str, arm: Arm) -> str:
 
 
 def settings_digest(experiment: Experiment, *, seed: bool = True) -> str:
-    """Return a digest of all settings except the list of arms, and without ``seed`` the seed."""
+    """Return a digest of the settings, and without ``seed`` of all but the seed.
+
+    The list of arms does not count, nor what a server's replies may cost.
+    """
     tree = experiment.model_dump(mode="json", exclude=None if seed else {"seed"})
     tree["eval"].pop("arms")
+    models: list[dict[str, Any] | None] = [tree["model"], tree["extractor_model"]]
+    for model in models:
+        if model is not None and model["server"] is not None:
+            options: dict[str, Any] = model["server"]["options"]
+            model["server"]["options"] = {k: v for k, v in options.items() if k not in NEUTRAL}
     return _digest(json.dumps(tree, sort_keys=True))
 
 

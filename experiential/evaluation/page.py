@@ -43,15 +43,22 @@ COSTS = {
     "extractor_tokens": "{:,.0f}",
     "actor_seconds": "{:.2f}",
     "extractor_seconds": "{:.2f}",
+    "actor_cost": "${:.4f}",
+    "extractor_cost": "${:.4f}",
 }
 """The costs of a success, and how each figure is shown."""
 
 
 def show_costs(cost: PerSuccess | None) -> list[str]:
-    """Format the costs of a success; dashes without one."""
+    """Format the costs of a success; dashes without one, blank or unknown where none is known."""
     if cost is None:
         return ["–"] * len(COSTS)
-    return [shape.format(getattr(cost, name)) for name, shape in COSTS.items()]
+    shown: list[str] = []
+    for name, shape in COSTS.items():
+        value = getattr(cost, name)
+        missing = "unknown" if name.endswith("tokens") else ""
+        shown.append(missing if value is None else shape.format(value))
+    return shown
 
 
 def write_page(card: Card, path: Path, picture: Path | None) -> Path:

@@ -13,6 +13,7 @@ import numpy as np
 from experiential.agents.actor import ActorAgent
 from experiential.bank.folder import FolderBank
 from experiential.bank.manager import ExperienceManager
+from experiential.bank.manager_like import NoBank
 from experiential.config import EnvSettings
 from experiential.errors import BankError, ConfigError, ExperientialError
 from experiential.evaluation.arms import ArmBank
@@ -23,7 +24,6 @@ from experiential.llm.metered import Meter
 from experiential.rollout import (
     Episode,
     Job,
-    NoBank,
     Rollout,
     Task,
     episode_seed,
@@ -52,6 +52,8 @@ class Plan:
     """Calls that a guided episode may make."""
     seat: Seat | None = None
     """Builds an agent that needs the environment itself; None for all other agents."""
+    meter: Meter = field(default_factory=Meter)
+    """Counts what the agent's language model generates."""
 
     def jobs(self, task: SuiteTask, worlds: int | None, condition: Any) -> list[Job]:
         """Return the episodes of a task, visit by visit.
@@ -148,6 +150,7 @@ async def play_cell(
     """
     meter = Meter() if bank is None else bank.meter
     spent_before, seconds = meter.spent(), dict[int | None, float]()
+    actor_before = plan.meter.spent()
     settings = EnvSettings(
         id=task.id, kwargs=task.kwargs, eval={"split": plan.split}, max_turns=task.turns
     )
@@ -156,7 +159,14 @@ async def play_cell(
         arm, entries = ArmBank(NoBank()), None
         if bank is not None:
             folder = stack.enter_context(bank.open())
-            learning = ExperienceManager(folder, bank.extractor, merge_every=0, seed=plan.seed)
+            learning = ExperienceManager(
+                folder,
+                bank.extractor,
+                share_queue=False,
+                merge_every=0,
+                seed=plan.seed,
+                retrieval={"strategy": "diverse"},  # as in training and in earlier results
+            )
             manager = stack.enter_context(learning)
             arm = ArmBank(manager, manager, len(folder), Condition.GUIDED)
         try:
@@ -198,8 +208,14 @@ async def play_cell(
                 success=bool(trajectory.success),
                 reward=trajectory.reward if trajectory.error is None else task.failure,
                 turns=len(trajectory.turns),
-                prompt_tokens=sum(len(one.prompt_ids) for one in episode.generations),
-                response_tokens=sum(len(one.response_ids) for one in episode.generations),
+                prompt_tokens=sum(
+                    (one.usage and one.usage.prompt_tokens) or len(one.prompt_ids)
+                    for one in episode.generations
+                ),
+                response_tokens=sum(
+                    (one.usage and one.usage.completion_tokens) or len(one.response_ids)
+                    for one in episode.generations
+                ),
                 seconds=seconds.get(job.task.seed, 0.0),
                 shown=len(trajectory.uses),
                 error=trajectory.error,
@@ -211,4 +227,5 @@ async def play_cell(
         episodes=tuple(episodes),
         entries=entries,
         extractor=meter.spent() - spent_before,
+        actor=plan.meter.spent() - actor_before,
     )

@@ -28,7 +28,7 @@ class PlayedEpisode(Record):
     """Sum of rewards; after a technical failure the least that the task gives."""
     turns: int
     prompt_tokens: int
-    """0 where the backend shows no token ids."""
+    """0 where the backend neither counts tokens nor shows their ids."""
     response_tokens: int
     seconds: float
     """From the reset to the end of the last step, the agent's time included."""
@@ -48,7 +48,9 @@ class SuiteCell(Record):
     entries: tuple[int, int] | None = None
     """Of the bank at the beginning and at the end; None for ``off``."""
     extractor: Spent = Spent()
-    """Tokens and seconds of distillation."""
+    """Tokens, cost and seconds of distillation."""
+    actor: Spent = Spent()
+    """The same of the agent's language model, failed episodes included."""
 
 
 MEASURES: dict[str, Callable[[PlayedEpisode], float]] = {
@@ -89,6 +91,8 @@ def report(cells: Sequence[SuiteCell]) -> dict[str, Any]:
             "worlds": len({one.world for one in cell.episodes}),
             "failed": sum(reasons.values()),
             "failures": dict(reasons.most_common()),
+            "actor": cell.actor.model_dump(),
+            "extractor": cell.extractor.model_dump(),
         }
         for name, values in worlds[cell.task, cell.arm].items():
             row[name] = clustered_mean(values[None]).model_dump()

@@ -87,6 +87,19 @@ class Meters:
     extractor: Meter = field(default_factory=Meter)
 
 
+def manager_options(experiment: Experiment) -> dict[str, Any]:
+    """Return the options of a run's ``ExperienceManager``: the settings of its bank.
+
+    A policy that the run trains answers behind rollouts, updates and all other distillations of a
+    step. To ask it again after a while would only lengthen that queue, so it has an hour unless
+    ``bank.options.distill_timeout`` says otherwise.
+    """
+    options = experiment.bank.model_dump(exclude={"path", "namespace", "embedder", "store"})
+    if experiment.runtime != "frozen":  # where a server may have lost the request
+        options["options"] = {"distill_timeout": 3600.0, **options["options"]}
+    return options
+
+
 class VisitEvaluator:
     """Play the held-out worlds visit by visit.
 
@@ -130,7 +143,7 @@ class VisitEvaluator:
         """
         settings, meters, begin = self._experiment, self._meters, time.perf_counter()
         actor_before, extractor_before = meters.actor.spent(), meters.extractor.spent()
-        options = settings.bank.model_dump(exclude={"path", "namespace", "embedder", "store"})
+        options = manager_options(settings)
         options |= {
             "merge_every": 0,
             "seed": settings.eval.seed,

@@ -24,6 +24,8 @@ class SamplingParams(Record):
         choices: the response is exactly one of these strings, drawn from the model's own
             distribution restricted to them. Backends without support raise ``BackendError``.
         json_schema: restrict the response to this JSON schema; ignored by backends that cannot.
+        tools: what the response may call, OpenAI tool schemas; ignored by backends without
+            ``supports_tools``.
         seed: makes one request reproducible in any batch.
         priority: lower runs first when requests compete for one device (0 rollout, 1 background).
     """
@@ -35,6 +37,7 @@ class SamplingParams(Record):
     stop: tuple[str, ...] = ()
     choices: tuple[str, ...] | None = None
     json_schema: dict[str, Any] | None = None
+    tools: tuple[dict[str, Any], ...] = ()
     seed: int | None = None
     priority: int = 0
 
@@ -47,6 +50,10 @@ class LLM(ABC):
     """Optimiser steps the weights have seen; stays 0 for weights that are never trained."""
     tokenizer: Any = None
     """The Hugging Face tokenizer when prompts may be token ids, else None."""
+    supports_choices: bool = True
+    """Whether a response can be restricted to `SamplingParams.choices`."""
+    supports_tools: bool = False
+    """Whether responses can call the tools that a request offers."""
 
     @abstractmethod
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
@@ -60,16 +67,20 @@ BACKENDS: dict[str, Callable[..., LLM] | str] = {
     "local": "experiential.llm.transformers:TransformersLLM",
     "openai": "experiential.llm.openai:OpenAILLM",
     "scripted": "experiential.llm.scripted:ScriptedLLM",
+    "vllm": "experiential.llm.vllm:VLLM",
 }
 """Built-in backends by name, imported when chosen."""
+IN_PROCESS = ("local", "vllm")
+"""Backends that load weights here."""
 
 
 def open_llm(name: str, **options: Any) -> LLM:
     """Return the backend called ``name``.
 
     Args:
-        name: ``local``, ``openai``, ``scripted``, an entry point of ``experiential.llms``, or
-            ``module:attribute``: a callable that takes keyword options and returns an `LLM`.
+        name: ``local``, ``vllm``, ``openai``, ``scripted``, an entry point of
+            ``experiential.llms``, or ``module:attribute``: a callable that takes keyword options
+            and returns an `LLM`.
         options: passed on; ``model`` names the weights where a backend has several.
 
     >>> open_llm("scripted", replies=["go north"]).name

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,33 +23,43 @@ from torch import Tensor
 
 from experiential.errors import BackendError
 from experiential.llm.executor import DeviceExecutor
-from experiential.llm.forward import ForwardPass, KVBlock, PrefixCache
+from experiential.llm.forward import ForwardPass
 from experiential.llm.request import Request
+from experiential.llm.states import PrefixCache, Row
 from experiential.sync import resolve_futures
 
 _LONGEST_WAIT = 10
 """Requests wait for others at most this many times ``batch_wait``."""
 _PREFILL_TOKENS = 16384
-"""Padded tokens of one prefill forward; more are split over several forwards."""
-_WASTE = 64
-"""Tokens of padding that a prompt may need, beside its own length, to join a wider prefill."""
+"""Tokens of one prefill forward, a little more if its last prompt does; more are split."""
+_ROOM = 128
+"""Tokens of a response, at most, that a row has room for from the beginning."""
+_NUCLEUS = 1024
+"""Most tokens that ``top_p`` keeps, since every kept set goes with its token into training."""
 _SHARING = 256
 """Prompt tokens that a forward of a common beginning must save to be worth one forward more."""
 
 
 @dataclass(eq=False)
 class _Track:
-    """Hold the requests of one priority: waiting, joining, decoding, and their states."""
+    """Hold the requests of one priority: waiting, joining, decoding."""
 
     # No `Batcher`: with continuous batching rows join and leave a batch while it is decoded.
     priority: int
     waiting: deque[Request] = field(default_factory=deque[Request])
     joining: list[Request] = field(default_factory=list[Request])
     rows: list[Request] = field(default_factory=list[Request])
-    block: KVBlock | None = None
     scheduled: bool = False
     due: float = 0.0  # then the waiting requests start, unless another one arrives
     overdue: float = 0.0  # then they start in any case
+
+
+class _Opened(NamedTuple):
+    """Hold a distinct prompt, the row that knows its beginning, and the requests for it."""
+
+    row: Row
+    ids: NDArray[np.int64]
+    requests: list[Request]
 
 
 @dataclass(eq=False)
@@ -61,7 +71,7 @@ class Engine:
         executor: the thread that runs it.
         max_batch: rows of a batch.
         batch_wait: seconds without a new request after which the waiting ones are started.
-        cache: key-value states of past prompts.
+        cache: key-value states, those of past prompts included.
         version: gives the version of the weights, and the epoch that counts their changes.
     """
 
@@ -102,7 +112,9 @@ class Engine:
                 if track.joining:  # a prefill failed: the rows that were decoding are untouched
                     failed = [request for request in track.joining if request not in track.rows]
                 else:  # a decoding step failed: the states of the whole batch are in doubt
-                    failed, track.rows, track.block = track.rows, [], None
+                    failed, track.rows = track.rows, []
+                    for request in failed:  # this callback runs on the executor's thread
+                        self.cache.release(request.row)
                 track.joining = []
             resolve_futures((request.future for request in failed), failure)
         with self._lock:
@@ -121,16 +133,12 @@ class Engine:
     def _fail_all(self, track: _Track, error: BackendError) -> None:
         with self._lock:
             failed = [*track.rows, *track.joining, *track.waiting]
-            track.rows, track.joining, track.block, track.scheduled = [], [], None, False
+            track.rows, track.joining, track.scheduled = [], [], False
             track.waiting.clear()
         resolve_futures((request.future for request in failed), error)
 
     def _step(self, track: _Track) -> None:
-        """Run one prefill of the requests that have arrived, or else one decoding forward.
-
-        Decoding feeds every row what it has not seen, draws its next token, and lets finished rows
-        leave.
-        """
+        """Run one prefill of the requests that have arrived, or else one decoding forward."""
         version, epoch = self.version()
         if epoch != self._cache_epoch:
             self.cache.clear()
@@ -148,16 +156,26 @@ class Engine:
                 request.version, request.epoch = version, epoch
             if track.joining:
                 self._prefill(track)
-            elif track.block is not None:
-                rows = track.rows
-                pending, seen = [row.pending for row in rows], [row.seen for row in rows]
-                logits = self.forward.extend(track.block, pending, seen)
-                for row in rows:
-                    row.seen += len(row.pending)
-                _advance(rows, logits, range(len(rows)))
-                resolve_futures(row.future for row in rows if row.finish is not None)
+            elif track.rows:
+                self._decode(track)
                 self._leave(track)
         self.forward.stats.seconds += time.perf_counter() - start
+
+    def _decode(self, track: _Track) -> None:
+        """Feed every row what it has not seen, and draw its next token."""
+        requests = track.rows
+        moved = False
+        for request in requests:
+            needed = request.row.length + len(request.pending)
+            if needed > request.row.slab.capacity:
+                self.cache.reserve(request.row, needed)
+                moved = True
+        if moved:
+            requests.sort(key=_place)
+        rows = [request.row for request in requests]
+        logits = self.forward.extend(rows, [request.pending for request in requests])
+        _advance(requests, logits, range(len(requests)))
+        resolve_futures(request.future for request in requests if request.finish is not None)
 
     def _prefill(self, track: _Track) -> None:
         """Forward each distinct prompt once, draw a token for each request, join the unfinished."""
@@ -165,45 +183,67 @@ class Engine:
         for request in track.joining:  # a response in the making begins with its forced tokens
             distinct.setdefault((*request.prompt, *request.response), []).append(request)
         prompts = [np.array(prefix, dtype=np.int64) for prefix in distinct]
-        members = list(distinct.values())
-        matches = self._match(prompts)
-        new = [len(ids) - matched for ids, (matched, _) in zip(prompts, matches, strict=True)]
-        chunks: list[list[int]] = []  # forwards of bounded padding and size, widest prompts first
-        widest = 0
-        for i in sorted(range(len(new)), key=lambda i: -new[i]):
-            fits = chunks and (len(chunks[-1]) + 1) * widest <= _PREFILL_TOKENS
-            if fits and widest <= 2 * new[i] + _WASTE:
-                chunks[-1].append(i)
-            else:
-                chunks.append([i])
-                widest = new[i]
-        for chunk in chunks:
-            known = [matches[i] for i in chunk]
-            block, logits = self.forward.prefill([prompts[i] for i in chunk], known)
-            for row, i in enumerate(chunk):
-                self.cache.put(prompts[i], partial(block.row, row, len(prompts[i])))
-            requests = [request for i in chunk for request in members[i]]
-            source = [row for row, i in enumerate(chunk) for _ in members[i]]
-            for request in requests:
-                request.seen = len(request.prompt) + len(request.response)
-            _advance(requests, logits, source)
-            going = [i for i, request in enumerate(requests) if request.finish is None]
-            if going:
-                chosen = block.select([source[i] for i in going])
-                track.block = chosen if track.block is None else track.block.join(chosen)
-                track.rows.extend(requests[i] for i in going)
-            resolve_futures(request.future for request in requests if request.finish is not None)
+        if self.cache.keeps:
+            self._share(prompts)
+        opened: list[_Opened] = []
+        try:
+            for ids, members in zip(prompts, distinct.values(), strict=True):
+                room = min(_ROOM, max(request.limit for request in members))
+                opened.append(_Opened(self.cache.open(ids, room), ids, members))
+            opened.sort(key=lambda one: one.row.place, reverse=True)
+            while opened:
+                chunk = [opened.pop()]
+                new = len(chunk[0].ids) - chunk[0].row.length
+                while opened and new <= _PREFILL_TOKENS:
+                    new += len(opened[-1].ids) - opened[-1].row.length
+                    chunk.append(opened.pop())
+                try:
+                    self._start(track, chunk)
+                except BaseException:
+                    opened += chunk
+                    raise
+        except BaseException:
+            for one in opened:
+                self.cache.release(one.row)
+            raise
         track.joining = []
 
-    def _match(self, prompts: Sequence[NDArray[np.int64]]) -> list[tuple[int, Any]]:
-        """Return what the cache holds of each prompt, once their common beginnings are in it.
+    def _start(self, track: _Track, chunk: list[_Opened]) -> None:
+        """Forward some prompts and draw the first token of their requests.
 
-        Beginnings that several prompts share are forwarded first, where one forward more saves
-        enough tokens: the beginning of all (a system prompt), then those of the prompts of one task
+        Those whose rows have found an owner are taken from ``chunk``, whatever fails later.
+        """
+        self.forward.stats.cached_tokens += sum(one.row.length for one in chunk)
+        logits = self.forward.extend(
+            [one.row for one in chunk], [one.ids[one.row.length :] for one in chunk]
+        )
+        requests = [request for one in chunk for request in one.requests]
+        _advance(requests, logits, [i for i, one in enumerate(chunk) for _ in one.requests])
+        while chunk:
+            one = chunk.pop(0)
+            going = [request for request in one.requests if request.finish is None]
+            if not going:
+                self.cache.release(one.row, one.ids)
+                continue
+            self.cache.record(one.row, one.ids)
+            for request in going:
+                first = request is going[0]
+                room = min(_ROOM, request.limit)
+                request.row = one.row if first else self.cache.fork(one.row, room)
+                track.rows.append(request)
+        track.rows.sort(key=_place)
+        resolve_futures(request.future for request in requests if request.finish is not None)
+
+    def _share(self, prompts: Sequence[NDArray[np.int64]]) -> None:
+        """Forward the common beginnings of prompts, where one forward more saves enough tokens.
+
+        First comes the beginning of all (a system prompt), then those of the prompts of one task
         (its first observation). The latter are runs of neighbours in sorted order, cut at the
         length that saves most tokens.
         """
-        matches = [self.cache.match(ids) for ids in prompts]
+        held = [self.cache.match(ids)[0] for ids in prompts]
+        if sum(map(len, prompts)) - sum(held) < _SHARING:
+            return
         order = sorted(range(len(prompts)), key=lambda i: prompts[i].tolist())
         joints: list[int] = []  # length of the beginning that neighbours share
         for left, right in pairwise(order):
@@ -228,38 +268,47 @@ class Engine:
             if saved > most:
                 tasks, most = groups, saved
         for groups in ([(order, base)], tasks):
-            kept = [group for group in groups if group[1] <= self.cache.max_tokens]
             saved = 0
-            for group, length in kept:
-                held = [matches[i][0] for i in group]
-                apart = sum(max(0, length - matched) for matched in held)
-                saved += apart - max(0, length - max(held))
-            if saved >= _SHARING:
-                wanted = [prompts[group[0]][:length] for group, length in kept]
-                block, _ = self.forward.prefill(wanted, [self.cache.match(ids) for ids in wanted])
-                for row, ids in enumerate(wanted):
-                    self.cache.put(ids, partial(block.row, row, len(ids)))
-                matches = [self.cache.match(ids) for ids in prompts]
-        return matches
+            for group, length in groups:
+                known = [held[i] for i in group]
+                apart = sum(max(0, length - matched) for matched in known)
+                saved += apart - max(0, length - max(known))
+            if saved < _SHARING:
+                continue
+            wanted = [prompts[group[0]][:length] for group, length in groups]
+            rows: list[Row] = []
+            kept: list[NDArray[np.int64] | None] = [None] * len(wanted)
+            try:
+                for ids in wanted:
+                    rows.append(self.cache.open(ids, 0))
+                self.forward.stats.cached_tokens += sum(row.length for row in rows)
+                self.forward.extend(
+                    rows, [ids[row.length :] for ids, row in zip(wanted, rows, strict=True)]
+                )
+                kept = [*wanted]
+            finally:
+                for row, ids in zip(rows, kept, strict=False):
+                    self.cache.release(row, ids)
+            held = [self.cache.match(ids)[0] for ids in prompts]
 
     def _leave(self, track: _Track) -> None:
         """Take finished and cancelled rows out of the batch.
 
-        Their states are kept for the next turns of their conversations.
+        Their states stay where they are, for the next turns of their conversations.
         """
-        for place in range(len(track.rows) - 1, -1, -1):
-            request = track.rows[place]
+        going: list[Request] = []
+        for request in track.rows:
             if request.finish is None and not request.future.cancelled():
+                going.append(request)
                 continue
-            assert track.block is not None
-            if request.epoch == self._cache_epoch:
-                ids = np.array([*request.prompt, *request.response][: request.seen], dtype=np.int64)
-                self.cache.put(ids, partial(track.block.row, place, len(ids)))
-            track.block.drop(place)  # the last row moves into its slot, here as there
-            track.rows[place] = track.rows[-1]
-            track.rows.pop()
-        if not track.rows:
-            track.block = None
+            row, request.row = request.row, None
+            ids = np.array([*request.prompt, *request.response][: row.length], dtype=np.int64)
+            self.cache.release(row, ids if request.epoch == self._cache_epoch else None)
+        track.rows = going
+
+
+def _place(request: Request) -> tuple[int, int]:
+    return request.row.place
 
 
 def _advance(requests: Sequence[Request], logits: Tensor, source: Sequence[int]) -> None:
@@ -293,23 +342,27 @@ def _advance(requests: Sequence[Request], logits: Tensor, source: Sequence[int])
     for places, scores, tokens in draws:
         chosen = [requests[i] for i in places]
         tensor = partial(torch.tensor, device=scores.device)
-        index, logprobs = draw_tokens(
+        index, logprobs, kept = draw_tokens(
             scores,
             temperature=tensor([one.sampling.temperature for one in chosen], dtype=torch.float32),
             top_k=tensor([one.sampling.top_k for one in chosen], dtype=torch.int64),
             top_p=tensor([one.sampling.top_p for one in chosen], dtype=torch.float32),
             uniform=tensor([one.uniform() for one in chosen], dtype=torch.float64),
         )
-        drawn = index.cpu().numpy()
+        drawn, values = index.cpu().numpy(), logprobs.cpu().numpy()
         if tokens is not None:
             drawn = tokens[np.arange(len(chosen)), drawn]
-        for request, token, logprob in zip(chosen, drawn, logprobs.cpu().numpy(), strict=True):
-            request.accept(int(token), float(logprob))
+        for row, (request, token) in enumerate(zip(chosen, drawn, strict=True)):
+            among = kept.get(row)
+            if among is not None and tokens is not None:
+                among = tokens[row][among]
+            within = None if among is None else tuple(among.tolist())
+            request.accept(int(token), float(values[row]), within)
 
 
 def draw_tokens(
     scores: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, dict[int, NDArray[np.int64]]]:
     """Draw from ``softmax(scores / temperature)`` after top-k, then top-p, renormalised.
 
     A row is drawn by inverse CDF and depends on its own scores and its own uniform number only,
@@ -321,30 +374,35 @@ def draw_tokens(
             is then the one at temperature 1 without truncation (a greedy choice has no density of
             its own).
         top_k: shape (n,), int64; 0 means no limit.
-        top_p: shape (n,), float32; 1 means no limit.
+        top_p: shape (n,), float32; 1 means no limit, else 1,024 indices are kept at most.
         uniform: numbers in [0, 1), shape (n,), float64.
 
     Returns:
-        indices, shape (n,), int64, and their log-probabilities in nats, shape (n,), float32.
+        indices, shape (n,), int64, their log-probabilities in nats, shape (n,), float32, and of
+        each truncated row the indices that were kept.
     """
     greedy = temperature == 0
     scaled = scores / torch.where(greedy, 1.0, temperature).unsqueeze(1)
     truncated = ((top_k > 0) | (top_p < 1)) & ~greedy
+    kept: dict[int, NDArray[np.int64]] = {}
     if bool(truncated.any()):
         # -inf for all but the top k, then for all but the smallest set with mass top_p; of equal
         # scores the lower index is kept
         ordered, order = scaled[truncated].sort(dim=-1, descending=True, stable=True)
         rank = torch.arange(scores.shape[1], device=scores.device)
-        limit = torch.where(top_k > 0, top_k, scores.shape[1])[truncated].unsqueeze(1)
+        limit = torch.where(top_p < 1, _NUCLEUS, scores.shape[1])
+        limit = torch.where(top_k > 0, top_k, limit)[truncated].unsqueeze(1)
         ordered = ordered.masked_fill(rank >= limit, -torch.inf)
         probability = torch.softmax(ordered, dim=-1)
         before = probability.cumsum(dim=-1) - probability
         beyond = (before >= top_p[truncated].unsqueeze(1)) & (rank > 0)
         ordered = ordered.masked_fill(beyond, -torch.inf)
         scaled[truncated] = torch.empty_like(ordered).scatter_(1, order, ordered)
+        for row in map(int, truncated.nonzero().flatten()):
+            kept[row] = scaled[row].isfinite().nonzero().flatten().cpu().numpy()
     logprobs = torch.log_softmax(scaled, dim=-1)
     mass = logprobs.double().exp().cumsum(dim=-1)
     target = (uniform * mass[:, -1]).unsqueeze(1)
     drawn = torch.searchsorted(mass, target, right=True).squeeze(1).clamp(max=scores.shape[1] - 1)
     index = torch.where(greedy, scores.argmax(dim=-1), drawn) if bool(greedy.any()) else drawn
-    return index, logprobs.gather(1, index.unsqueeze(1)).squeeze(1)
+    return index, logprobs.gather(1, index.unsqueeze(1)).squeeze(1), kept

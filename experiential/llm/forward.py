@@ -1,24 +1,24 @@
-"""Run forward passes over batches, and keep key-value states: of a batch, and of past prompts."""
+"""Run forward passes over rows of key-value states."""
 
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # pyright: ignore[reportUnknownVariableType]
+from transformers.masking_utils import sdpa_mask  # pyright: ignore[reportUnknownVariableType]
 
 from experiential.errors import BackendError
+from experiential.llm.states import Row, Slab
 
 Ids = NDArray[np.int64]
-_SLACK = 64
-"""Spare columns added when a decoding batch grows, so that a step does not copy all states."""
 
 
 @dataclass
@@ -36,12 +36,14 @@ class LLMStats:
 
 
 class ForwardPass:
-    """Turn new tokens and cached states into next-token logits. Call it on the executor's thread.
+    """Turn new tokens and key-value states into next-token logits, on the executor's thread.
 
-    Rows are left-padded, and positions are given to the model explicitly.
+    The new tokens of all rows are one packed sequence without padding; positions are explicit, and
+    `attend` keeps the rows apart. Where a model has layers that compute attention in another way,
+    rows with equally many new tokens get a common cache, a copy of their states, instead.
     """
 
-    def __init__(self, model: Any, *, pad: int, adapter: str | None, stats: LLMStats) -> None:
+    def __init__(self, model: Any, *, adapter: str | None, stats: LLMStats) -> None:
         base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
         config: Any = base.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -52,43 +54,24 @@ class ForwardPass:
             )
         self.vocabulary: int = base.get_input_embeddings().num_embeddings
         self.context: int | None = getattr(config, "max_position_embeddings", None)
+        self.layers: int = config.num_hidden_layers
+        self.stats = stats
         self._model: Any = model
         self._base: Any = base
-        self._pad = pad
+        self._config: Any = config
         self._adapter = adapter
-        self.stats = stats
-        self._layers: int = config.num_hidden_layers
         self._device: torch.device = base.device
-        short = "logits_to_keep" in inspect.signature(base.forward).parameters
-        self._extra: dict[str, Any] = {"logits_to_keep": 1} if short else {}
+        self._no_mask = torch.zeros((1, 1, 1, 1), device=base.device)  # else one is computed
+        accepted = inspect.signature(base.forward).parameters
+        self._short = "logits_to_keep" in accepted
+        self._packs = (
+            getattr(base, "_supports_attention_backend", False)
+            and any(one.kind is inspect.Parameter.VAR_KEYWORD for one in accepted.values())
+            and getattr(config, "attn_logit_softcapping", None) is None
+        )
 
-    def prefill(
-        self, prompts: Sequence[NDArray[np.int64]], matches: Sequence[tuple[int, Any]]
-    ) -> tuple[KVBlock, Tensor]:
-        """Forward the uncached end of each prompt; ``matches`` are (tokens held, their states)."""
-        held = [matched for matched, _ in matches]
-        width = max(held)
-        columns = torch.arange(width, device=self._device)
-        mask = columns >= (width - torch.tensor(held, device=self._device)).unsqueeze(1)
-        block = KVBlock(self._layers, mask, width)
-        if width:  # collate the states, left-padded
-            like: Tensor = next(state for _, state in matches if state is not None)
-            shape = (like.shape[0], len(prompts), like.shape[1], width, like.shape[3])
-            block.data = like.new_zeros(shape)
-            for row, (length, state) in enumerate(matches):
-                if length:
-                    block.data[:, row, :, width - length :] = state[:, :, :length]
-        self.stats.cached_tokens += sum(held)
-        new = [ids[matched:] for ids, matched in zip(prompts, held, strict=True)]
-        return block, self.extend(block, new, held)
-
-    def extend(
-        self,
-        block: KVBlock,
-        tokens: Sequence[Sequence[int] | NDArray[np.int64]],
-        seen: Sequence[int],
-    ) -> Tensor:
-        """Append tokens to the rows of a block, which have seen so many of theirs already.
+    def extend(self, rows: Sequence[Row], tokens: Sequence[Sequence[int] | Ids]) -> Tensor:
+        """Append tokens to rows, which have room for them; neighbours in a slab come in order.
 
         The adapter and evaluation mode are set first, for others may share the model.
 
@@ -99,220 +82,233 @@ class ForwardPass:
             self._model.eval()
         if self._adapter is not None and self._model.active_adapter != self._adapter:
             self._model.set_adapter(self._adapter)
-        widths = [len(ids) for ids in tokens]
-        width = max(widths)
-        ids = np.full((len(tokens), width), self._pad, dtype=np.int64)
-        for row, new in enumerate(tokens):
-            ids[row, width - len(new) :] = new
-        offset = np.arange(width)[None, :] - (width - np.array(widths))[:, None]
-        positions = np.maximum(np.array(seen)[:, None] + offset, 0)
-        real = torch.as_tensor(offset >= 0, device=self._device)
-        block.mask = torch.cat([block.mask, real], dim=1)
-        end = block.length + width
-        if (old := block.data) is not None and end > old.shape[3]:
-            shape = (old.shape[0], len(tokens), old.shape[2], end + _SLACK, old.shape[4])
-            block.data = old.new_empty(shape)
-            block.data[:, :, :, : block.length] = old[:, : len(tokens), :, : block.length]
+        widths = np.array([len(new) for new in tokens], dtype=np.int64)
+        logits = self._extend_packed(rows, tokens, widths) if self._packs else None
+        if logits is None:
+            parts = [
+                self._extend_padded(rows, tokens, np.flatnonzero(widths == width))
+                for width in np.unique(widths)
+            ]
+            order = np.argsort(widths, kind="stable").argsort()
+            logits = torch.cat(parts)[torch.as_tensor(order, device=self._device)]
+        for row, width in zip(rows, widths, strict=True):
+            row.length += int(width)
+        self.stats.forwarded_rows += len(rows)
+        self.stats.forwarded_tokens += int(widths.sum())
+        return logits.float()
+
+    def _extend_packed(
+        self, rows: Sequence[Row], tokens: Sequence[Sequence[int] | Ids], widths: Ids
+    ) -> Tensor | None:
+        """Forward all rows at once; None if not every layer used `attend` once, and never again."""
+        ends = np.cumsum(widths)
+        starts = np.array([row.length for row in rows]) - (ends - widths)
+        positions = np.arange(int(ends[-1])) + np.repeat(starts, widths)
+        last = torch.as_tensor(ends - 1, device=self._device)
+        attended: list[int] = []
+        usual = self._config._attn_implementation  # others train the same model
+        self._config._attn_implementation = _NAME
+        try:
+            output = self._base(
+                input_ids=torch.as_tensor(np.concatenate(tokens)[None], device=self._device),
+                position_ids=torch.as_tensor(positions[None], device=self._device),
+                attention_mask=self._no_mask,
+                use_cache=False,
+                runs=_find_runs(rows, widths.tolist(), self._base.dtype, self._device),
+                attended=attended,
+                **({"logits_to_keep": last} if self._short else {}),
+            )
+        finally:
+            self._config._attn_implementation = usual
+        self.stats.forwards += 1
+        if sorted(attended) != [*range(self.layers)]:
+            self._packs = False
+            return None
+        return output.logits[0] if self._short else output.logits[0][last]
+
+    def _extend_padded(
+        self, rows: Sequence[Row], tokens: Sequence[Sequence[int] | Ids], members: Ids
+    ) -> Tensor:
+        """Forward rows with equally many new tokens, on a copy of their states padded on the left.
+
+        A transformers cache does the rest, as in ``generate``.
+        """
+        chosen: list[Row] = [rows[int(i)] for i in members]
+        lengths: Ids = np.array([row.length for row in chosen], dtype=np.int64)
+        ids = np.array([tokens[int(i)] for i in members], dtype=np.int64)
+        held = int(lengths.max())
+        cache: Any = DynamicCache()
+        if held:
+            known = next(row.slab.data for row in chosen if row.length)
+            assert known is not None
+            shape = (2 * self.layers, len(chosen), known.shape[2], held, known.shape[4])
+            states = known.new_zeros(shape)
+            for place, row in enumerate(chosen):
+                if row.length and (data := row.slab.data) is not None:
+                    states[:, place, :, held - row.length :] = data[:, row.slot, :, : row.length]
+            for layer in range(self.layers):
+                cache.update(states[2 * layer], states[2 * layer + 1], layer)
+        places: Ids = np.arange(held + ids.shape[1], dtype=np.int64)
+        starts: Ids = lengths.reshape(-1, 1)
+        mask = places >= held - starts
+        positions = starts + places[: ids.shape[1]]
         output = self._base(
             input_ids=torch.as_tensor(ids, device=self._device),
-            attention_mask=block.mask,
+            attention_mask=torch.as_tensor(mask, device=self._device),
             position_ids=torch.as_tensor(positions, device=self._device),
-            past_key_values=Cache(layers=[_BlockLayer(block, i) for i in range(block.layers)]),
+            past_key_values=cache,
             use_cache=True,
-            **self._extra,
+            **({"logits_to_keep": 1} if self._short else {}),
         )
-        block.length = end
         self.stats.forwards += 1
-        self.stats.forwarded_rows += len(tokens)
-        self.stats.forwarded_tokens += sum(widths)
-        return output.logits[:, -1].float()
+        if len(cache.layers) != self.layers or cache.get_seq_length() != mask.shape[1]:
+            raise BackendError(
+                f"Expected a model that keeps keys and values of {self.layers} layers, got"
+                f" {type(self._base).__name__}; use another backend for it"
+            )
+        for layer, made in enumerate(cache.layers):
+            for place, row in enumerate(chosen):
+                for index, new in ((2 * layer, made.keys), (2 * layer + 1, made.values)):
+                    data = row.slab.states(new[:1])[index, row.slot]
+                    data[:, row.length : row.length + ids.shape[1]] = new[place, :, held:]
+        return output.logits[:, -1]
 
 
-class _BlockLayer(DynamicLayer):
-    """Give transformers a view of one layer of a ``KVBlock`` that writes in place."""
-
-    def __init__(self, block: KVBlock, index: int) -> None:
-        cast("Any", super()).__init__()
-        self._block = block
-        self._index = index
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Write the new columns, (rows, heads, n, dim); return all columns of this layer."""
-        block = self._block
-        rows, heads, new, dim = key_states.shape
-        start, end = block.length, block.length + new
-        if block.data is None:
-            block.data = key_states.new_empty((2 * block.layers, rows, heads, end, dim))
-        keys, values = block.data[2 * self._index], block.data[2 * self._index + 1]
-        keys[:rows, :, start:end] = key_states
-        values[:rows, :, start:end] = value_states
-        return keys[:rows, :, :end], values[:rows, :, :end]
-
-    def get_seq_length(self) -> int:
-        """Return the columns before the running forward."""
-        return self._block.length
-
-
-@dataclass(eq=False)
-class KVBlock:
-    """Hold the states of a batch in one tensor: joining, leaving and dedup are tensor operations.
-
-    Rows may have masked columns anywhere (left padding, and gaps where a forward fed fewer tokens
-    to a row than to others). Gaps change no result, since positions are explicit.
+class _Run(NamedTuple):
+    """Describe neighbouring rows of one slab that get equally many new tokens.
 
     Attributes:
-        layers: of the model.
-        mask: marks real tokens, shape (rows, length).
-        length: columns that forwards have written.
-        data: shape (2 * layers, rows, heads, columns, dim); None before the first forward.
+        first: slot of the first row; ``rows`` slots follow each other.
+        begin: place of their first new token in the packed sequence.
+        width: new tokens of each row.
+        start: tokens that each row has already; None where they differ.
+        columns: tokens of the longest row with its new ones.
+        at: slots and columns of the new tokens where rows differ (then ``width`` is 1).
+        mask: minus infinity where a column is hidden from a query, else 0, shape (rows, 1, 1,
+            columns) or (width, columns); None where it would hide nothing, or as ``is_causal``.
     """
 
-    layers: int
-    mask: Tensor
-    length: int
-    data: Tensor | None = None
-
-    def row(self, row: int, tokens: int) -> Tensor:
-        """Copy the first ``tokens`` real columns of one row: (2 * layers, heads, tokens, dim)."""
-        assert self.data is not None
-        columns = self.mask[row].nonzero().squeeze(1)[:tokens]
-        return self.data[:, row].index_select(2, columns)
-
-    def select(self, rows: Sequence[int]) -> KVBlock:
-        """Return a new block of these rows in this order; a row may be repeated."""
-        assert (data := self.data) is not None
-        shape = (data.shape[0], len(rows), data.shape[2], self.length + _SLACK, data.shape[4])
-        chosen = data.new_empty(shape)
-        for row, source in enumerate(rows):
-            chosen[:, row, :, : self.length] = data[:, source, :, : self.length]
-        return KVBlock(self.layers, self.mask[list(rows)], self.length, chosen)
-
-    def drop(self, row: int) -> None:
-        """Remove a row in place: the last row takes its slot."""
-        assert self.data is not None
-        last = len(self.mask) - 1
-        if row != last:
-            self.data[:, row, :, : self.length] = self.data[:, last, :, : self.length]
-            self.mask[row] = self.mask[last]
-        self.mask = self.mask[:last]
-
-    def join(self, other: KVBlock) -> KVBlock:
-        """Return a new block of the rows of both, right-aligned and without unused columns."""
-        blocks = [
-            (block, int(block.mask.any(dim=0).to(torch.uint8).argmax()))  # its first used column
-            for block in (self, other)
-            if len(block.mask)
-        ]
-        width = max(block.length - first for block, first in blocks)
-        assert (like := self.data) is not None
-        rows = sum(len(block.mask) for block, _ in blocks)
-        data = like.new_zeros((like.shape[0], rows, like.shape[2], width + _SLACK, like.shape[4]))
-        mask = self.mask.new_zeros((rows, width))
-        top = 0
-        for block, first in blocks:
-            assert block.data is not None
-            left = width - (block.length - first)
-            bottom = top + len(block.mask)
-            used = block.data[:, : len(block.mask), :, first : block.length]
-            data[:, top:bottom, :, left:width] = used
-            mask[top:bottom, left:] = block.mask[:, first:]
-            top = bottom
-        return KVBlock(self.layers, mask, width, data)
+    slab: Slab
+    first: int
+    rows: int
+    begin: int
+    width: int
+    start: int | None
+    columns: int
+    at: tuple[Tensor, Tensor] | None
+    mask: Tensor | None
 
 
-class PrefixCache:
-    """Find key-value states of past prompts again by longest common prefix.
+def _find_runs(
+    rows: Sequence[Row], widths: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> list[_Run]:
+    """Group rows that one call of attention can take."""
+    groups: list[list[int]] = []
+    for i, row in enumerate(rows):
+        before = groups[-1][-1] if groups else 0
+        last = rows[before]
+        neighbours = last.slab is row.slab and last.slot + 1 == row.slot
+        alike = widths[before] == widths[i] and (widths[i] == 1 or last.length == row.length)
+        if groups and neighbours and alike:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    runs: list[_Run] = []
+    begin = 0
+    for group in groups:
+        first, width = rows[group[0]], widths[group[0]]
+        lengths = np.array([rows[i].length for i in group])
+        columns = int(lengths.max()) + width
+        at = start = None
+        hidden = mask = None
+        if (lengths == lengths[0]).all():
+            start = int(lengths[0])
+            if width > 1 and start:
+                hidden = np.arange(columns) > start + np.arange(width)[:, None]
+        else:
+            slots = torch.arange(first.slot, first.slot + len(group), device=device)
+            at = slots, torch.as_tensor(lengths, device=device)
+            hidden = (np.arange(columns) > lengths[:, None])[:, None, None]
+        if hidden is not None:
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
+            mask.masked_fill_(torch.as_tensor(hidden, device=device), -torch.inf)
+        runs.append(
+            _Run(first.slab, first.slot, len(group), begin, width, start, columns, at, mask)
+        )
+        begin += width * len(group)
+    return runs
 
-    Turns of an episode share prefixes, and so do the members of a group. Least recently used
-    entries are dropped first; the bound is on tokens.
 
-    Used from one thread, the executor's. All stored ids lie in one padded matrix, so that one
-    comparison finds the best entry; a dict finds equal keys only. An entry that is a prefix of a
-    newer one is dropped; the newer one serves its matches.
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    runs: Sequence[_Run] | None = None,
+    attended: list[int] | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Write new states into their slots and attend to those of each row: no state is copied.
 
     Args:
-        max_tokens: bound on the tokens stored; 0 stores nothing.
-        min_match: shorter common prefixes are not worth collating and count as no match.
+        module: the attention layer.
+        query: of the packed new tokens, shape (1, heads, tokens, dim).
+        key: likewise, with as many heads as there are key-value heads.
+        value: likewise.
+        attention_mask: not used with runs, which know what columns are visible.
+        runs: rows, in the order of their new tokens. Another thread that uses the model meanwhile
+            comes without, and gets plain attention.
+        attended: the index of this layer is appended, to show that it has been here.
+        options: of transformers; ``scaling`` is used.
+
+    Returns:
+        what the tokens attend to, shape (1, tokens, heads, dim), and no weights.
     """
+    if runs is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    if options.get("softcap") is not None or options.get("s_aux") is not None:
+        raise BackendError(
+            "Expected plain softmax attention, got soft-capped scores or attention sinks; use"
+            " another backend for this model"
+        )
+    if attended is not None:
+        attended.append(module.layer_idx)
+    heads, dim = key.shape[1], key.shape[3]
+    shared = query.shape[1] // heads  # query heads of a key-value head
+    result = query.new_empty((query.shape[2], query.shape[1], dim))
+    for run in runs:
+        data = run.slab.states(key)
+        index, slots = 2 * module.layer_idx, slice(run.first, run.first + run.rows)
+        tokens = slice(run.begin, run.begin + run.rows * run.width)
+        for states, new in ((data[index], key), (data[index + 1], value)):
+            if run.at is not None:
+                states[run.at[0], :, run.at[1]] = new[0, :, tokens].transpose(0, 1)
+            else:
+                parts = new[0, :, tokens].view(heads, run.rows, run.width, dim).transpose(0, 1)
+                states[slots, :, run.start : run.columns] = parts
+        keys, values = data[index : index + 2, slots, :, : run.columns]
+        queries = query[0, :, tokens].view(-1, run.rows, run.width, dim).transpose(0, 1)
+        causal = run.width > 1 and run.start == 0
+        mask = None if run.mask is None else run.mask.to(query.dtype)
+        if not causal and shared > 1:
+            # heads that share keys are rows of one product; sdpa would repeat or mask them apart
+            queries = queries.reshape(run.rows, heads, shared * run.width, dim)
+            mask = mask.repeat(shared, 1) if mask is not None and run.width > 1 else mask
+        seen = torch.nn.functional.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=causal,
+            scale=options.get("scaling"),
+            enable_gqa=causal and shared > 1,
+        ).reshape(run.rows, heads * shared, run.width, dim)
+        result[tokens].view(run.rows, run.width, -1, dim).copy_(seen.transpose(1, 2))
+    return result.unsqueeze(0), None
 
-    def __init__(self, max_tokens: int, *, min_match: int = 8) -> None:
-        if max_tokens < 0:
-            raise ValueError(f"Expected max_tokens of at least 0, got {max_tokens}")
-        self.max_tokens = max_tokens
-        self.tokens = 0
-        self._min_match = min_match
-        self._ids: Ids = np.full((16, 256), -1, dtype=np.int64)
-        self._lengths: Ids = np.zeros(16, dtype=np.int64)
-        self._used = 0
-        self._free: list[int] = []
-        self._states: OrderedDict[int, Any] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._states)
-
-    def match(self, ids: Ids) -> tuple[int, Any]:
-        """Return ``(n, kv)`` of the longest common prefix, n < len(ids); (0, None) without one.
-
-        ``kv`` covers n tokens or more. The last token is never served, for its logits are needed.
-        """
-        if not self._states:
-            return 0, None
-        common = self._common(ids[:-1])
-        slot = int(common.argmax())
-        if common[slot] < self._min_match:
-            return 0, None
-        self._states.move_to_end(slot)
-        return int(common[slot]), self._states[slot]
-
-    def put(self, ids: Ids, state: Callable[[], Any]) -> None:
-        """Store the key-value state of ``ids``, which ``state`` makes if no entry covers them."""
-        if len(ids) > self.max_tokens or len(ids) < self._min_match:
-            return
-        covered: deque[int] = deque()  # entries that are prefixes of the new one
-        if self._states:
-            common = self._common(ids)
-            if int(common.max()) == len(ids):
-                self._states.move_to_end(int(common.argmax()))
-                return
-            lengths = self._lengths[: self._used]
-            covered.extend(np.flatnonzero((lengths > 0) & (common == lengths)).tolist())
-        while covered or self.tokens + len(ids) > self.max_tokens:
-            slot = covered.popleft() if covered else next(iter(self._states))
-            del self._states[slot]
-            self.tokens -= int(self._lengths[slot])
-            self._lengths[slot] = 0
-            self._ids[slot] = -1
-            self._free.append(slot)
-        made = state()
-        slot = self._free.pop() if self._free else self._used
-        self._used = max(self._used, slot + 1)
-        rows, width = self._ids.shape
-        if self._used > rows or len(ids) > width:  # at least double what is too small
-            more = self._used if self._used > rows else 0
-            wider = 2 * len(ids) - width if len(ids) > width else 0
-            self._ids = np.pad(self._ids, ((0, more), (0, wider)), constant_values=-1)
-            self._lengths = np.pad(self._lengths, (0, more))
-        self._ids[slot, : len(ids)] = ids
-        self._lengths[slot] = len(ids)
-        self._states[slot] = made
-        self.tokens += len(ids)
-
-    def clear(self) -> None:
-        """Drop all entries, because the weights that made them have changed."""
-        self._states.clear()
-        self._free.clear()
-        self._lengths[:] = 0
-        self._ids[:] = -1
-        self._used = self.tokens = 0
-
-    def _common(self, ids: Ids) -> Ids:
-        """Return the length of the prefix that each slot shares with ``ids``."""
-        width = min(len(ids), self._ids.shape[1])
-        if width == 0:
-            return np.zeros(self._used, dtype=np.int64)
-        equal = self._ids[: self._used, :width] == ids[:width]
-        first_difference = equal.argmin(axis=1)
-        return np.where(equal[np.arange(self._used), first_difference], width, first_difference)
+_NAME = "experiential"
+AttentionInterface.register(_NAME, attend)  # pyright: ignore[reportUnknownMemberType]
+AttentionMaskInterface.register(_NAME, sdpa_mask)  # pyright: ignore[reportUnknownMemberType]

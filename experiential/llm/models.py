@@ -1,20 +1,125 @@
-"""Find and load model weights: the packaged tiny model, SmolLM2, a folder, or a hub name."""
+"""Find and load model weights: the packaged tiny model, SmolLM2, a folder, or a hub name.
+
+`open_model` is the one way from a model's settings to a backend that is asked and not trained:
+weights loaded here, or a server.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from experiential.cache import cache_folder
-from experiential.config import LoraSettings, ModelSettings
-from experiential.errors import MissingExtraError, ModelNotFoundError, require
+from experiential.config import LoraSettings, ModelSettings, ServerSettings
+from experiential.errors import (
+    BackendError,
+    ConfigError,
+    MissingExtraError,
+    ModelNotFoundError,
+    NoAnswerError,
+    require,
+)
+from experiential.llm.base import IN_PROCESS, LLM, SamplingParams, open_llm
 
 _TINY = Path(__file__).parent / "tiny"
+_NARROWEST_BFLOAT16 = 512
+"""Width below which products in bfloat16 gain less than their conversions cost, as measured."""
+
+
+def open_model(settings: ModelSettings) -> LLM:
+    """Open a model that is asked and not trained: weights loaded here, or the server named.
+
+    Raises:
+        ConfigError: the environment variable of the key is empty, or the backend refuses its
+            options.
+        ModelNotFoundError: there are no such weights.
+    """
+    here = ServerSettings(backend="vllm" if settings.generator == "vllm" else "local")
+    server = settings.server or here
+    options: dict[str, Any] = {"model": settings.name} if settings.name else {}
+    if server.backend in IN_PROCESS:
+        options |= settings.model_dump(include={"dtype", "device"})
+    if server.backend == "local":
+        options["prefix_cache_gb"] = settings.prefix_cache_gb
+        if settings.threads:
+            require("local", "torch")
+            import torch
+
+            torch.set_num_threads(settings.threads)
+    options |= server.options
+    if server.url is not None:
+        options["base_url"] = server.url
+    if server.key_env is not None:
+        options["api_key"] = os.environ.get(server.key_env)
+        if not options["api_key"]:
+            raise ConfigError(
+                f"Expected the key of {server.url or settings.name} in the environment variable"
+                f" {server.key_env}, got none; export it"
+            )
+    return open_llm(server.backend, **options)
+
+
+def check_server(settings: ModelSettings) -> None:
+    """Ask a server for one token, to find a wrong address, key or name before the work begins.
+
+    Raises:
+        ConfigError: it does not answer, with its own words.
+    """
+    server = settings.server
+    if server is None or server.backend != "openai":
+        return
+    patience = {"max_retries": 0, "timeout": min(60.0, server.options.get("timeout", 60.0))}
+    brief = server.model_copy(update={"options": {**server.options, **patience}})
+    question, one = [{"role": "user", "content": "Say yes."}], SamplingParams(max_tokens=1)
+    with closing(open_model(settings.model_copy(update={"server": brief}))) as llm:
+        try:
+            asyncio.run(llm.generate(question, one))  # type: ignore[arg-type]
+        except NoAnswerError:
+            pass  # one token is no answer of a model that thinks first
+        except BackendError as error:
+            raise ConfigError(
+                f"Expected an answer of {settings.name!r} at its server: {error}; correct the"
+                " address, the key or the name of the model"
+            ) from error
+
+
+def served_model(settings: ModelSettings) -> str:
+    """Return the name of the only model that a server lists.
+
+    Raises:
+        ConfigError: there is no such list, or it does not name one model.
+    """
+    import httpx
+
+    from experiential.llm.hosted import OPENAI_URL
+
+    server = settings.server or ServerSettings()
+    base = (server.url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL).rstrip("/")
+    key = os.environ.get(server.key_env or "OPENAI_API_KEY")
+    try:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        reply = httpx.get(f"{base}/models", headers=headers, timeout=10.0)
+        reply.raise_for_status()
+        names = [str(one["id"]) for one in reply.json()["data"]]
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"Expected the name of a model at {base}, got none, and its list could not be read"
+            f" ({type(error).__name__}: {error}); name the model"
+        ) from error
+    if len(names) != 1:
+        raise ConfigError(
+            f"Expected the name of a model at {base}, got none; it serves"
+            f" {', '.join(names[:8]) or 'none'}"
+        )
+    return names[0]
 
 
 def resolve_model(name: str) -> Path | str:
@@ -84,7 +189,7 @@ def load_model(settings: ModelSettings, *, adapters: Sequence[str] = ()) -> tupl
     bars = log.is_progress_bar_enabled()
     log.disable_progress_bar()
     try:
-        dtype = getattr(torch, settings.dtype)
+        dtype = getattr(torch, resolve_dtype(settings))
         model = _load("AutoModelForCausalLM", settings.name, dtype=dtype)
     finally:
         if bars:
@@ -103,6 +208,31 @@ def resolve_device(device: str) -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def resolve_dtype(settings: ModelSettings) -> str:
+    """Return float32 or bfloat16; ``auto`` is bfloat16 where that is faster.
+
+    It is for a model of width 512 or more, on a CPU with matrix products in bfloat16 (AVX512-BF16
+    or AMX) or a GPU of compute capability 8 or more.
+    """
+    if settings.dtype != "auto":
+        return settings.dtype
+    config: Any = _load("AutoConfig", settings.name)
+    if getattr(config.get_text_config(), "hidden_size", 0) < _NARROWEST_BFLOAT16:
+        return "float32"
+    return "bfloat16" if computes_bfloat16(resolve_device(settings.device)) else "float32"
+
+
+def computes_bfloat16(device: str) -> bool:
+    """Return whether a device multiplies matrices of bfloat16 by instructions of its own."""
+    import torch
+
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_capability(device)[0] >= 8
+    tell: Any = getattr(torch.cpu, "get_capabilities", None)  # an old torch cannot tell
+    found: dict[str, bool] = tell() if tell is not None else {}
+    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
 
 
 def add_adapters(model: Any, lora: LoraSettings, names: Sequence[str]) -> Any:
@@ -125,6 +255,29 @@ def add_adapters(model: Any, lora: LoraSettings, names: Sequence[str]) -> Any:
         wrapped.add_adapter(name, config)
     wrapped.set_adapter(names[0])
     return wrapped
+
+
+def merged_weights(base: Any, adapter: str | None) -> Iterator[tuple[str, Any]]:
+    """Yield weights under their names in a checkpoint, the adapter added to what it adapts.
+
+    The model itself stays as it is: adding an adapter in place and taking it away again would leave
+    the rounding of both in the weights.
+    """
+    import torch
+
+    adapted = {
+        f"{name}.base_layer.weight": module
+        for name, module in base.named_modules()
+        if adapter is not None and adapter in getattr(module, "lora_A", ())
+    }
+    with torch.no_grad():
+        for name, weight in base.named_parameters():
+            if ".lora_" in name:
+                continue
+            if name in adapted:
+                delta = adapted[name].get_delta_weight(adapter)
+                weight = (weight.to(delta.dtype) + delta).to(weight.dtype)
+            yield name.replace(".base_layer.", "."), weight.detach()
 
 
 def _transformers() -> Any:

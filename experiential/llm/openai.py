@@ -7,31 +7,28 @@ tokens that are spent, `BackendError` for the rest. An empty text is never an an
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-import os
-import random
 import re
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
 import httpx
 
-from experiential.errors import BackendError, BudgetError, NoAnswerError
+from experiential.errors import BackendError, NoAnswerError
 from experiential.llm.base import LLM, Prompt, SamplingParams, cut_after_stop, is_token_prompt
-from experiential.types import FinishReason, Generation, Message, Usage
+from experiential.llm.hosted import SHOWN, HostedClient
+from experiential.types import FinishReason, Generation, Message, ToolCall, Usage
 
 _LOGGER = logging.getLogger(__name__)
-_RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
-_SPENT = re.compile(r"insufficient_quota|billing_hard_limit|credit balance|insufficient credits")
 _DROPPABLE = ("temperature", "top_p", "top_k", "seed", "stop", "max_tokens", "response_format")
 _REFUSING = re.compile(r"unsupported|not supported|unrecognized|unknown|unexpected|extra inputs")
-_MAX_BACKOFF = 30.0
-_SHOWN = 200
+_NO_TOOLS = re.compile(
+    r"(unsupported|support|unrecognized|unknown|extra inputs|requires|no endpoints).*\btool|"
+    r"\btool.*(unsupported|support|unrecognized|unknown|extra inputs|requires|not permitted)",
+    re.DOTALL,
+)
 
 
 class OpenAILLM(LLM):
@@ -44,6 +41,8 @@ class OpenAILLM(LLM):
     A parameter that the server refuses by name (``temperature`` of a reasoning model) is left out
     of this and all later requests, with one warning; ``max_tokens`` becomes
     ``max_completion_tokens``. Text behind a stop string is cut here where the server does not.
+    Tools are offered as the protocol has it, until the server refuses them: then ``supports_tools``
+    becomes False, with one warning, and requests go without.
 
     Args:
         model: the model's name at the server.
@@ -68,8 +67,11 @@ class OpenAILLM(LLM):
         max_total_tokens: the same for prompt and response tokens together.
 
     Attributes:
-        spent: tokens and cost of all replies so far, those without an answer included.
+        spent: tokens and cost of all replies so far, those without an answer included; None where
+            no reply has reported them.
     """
+
+    supports_tools = True
 
     def __init__(
         self,
@@ -91,47 +93,40 @@ class OpenAILLM(LLM):
         max_total_tokens: int | None = None,
         name: str | None = None,
     ) -> None:
-        if timeout <= 0 or max_retries < 0 or max_concurrency <= 0:
-            raise ValueError(
-                f"Expected timeout > 0, max_retries >= 0 and max_concurrency > 0, got {timeout},"
-                f" {max_retries} and {max_concurrency}"
-            )
-        if price is not None and (len(price) != 2 or min(price) < 0):
-            raise ValueError(
-                "Expected price to be two numbers, dollars for a million prompt tokens and for a"
-                f" million response tokens, got {price!r}"
-            )
         self.name = name or model
         self._model = model
-        base = base_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
-        self._url = base.rstrip("/") + "/chat/completions"
-        key = api_key or os.environ.get("OPENAI_API_KEY")
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._timeout = timeout
-        self._max_retries = max_retries
+        self._client = HostedClient(
+            "/chat/completions",
+            self.name,
+            base_url=base_url,
+            api_key=api_key,
+            timeout=timeout,
+            max_retries=max_retries,
+            max_concurrency=max_concurrency,
+            backoff=backoff,
+            price=price,
+            max_cost=max_cost,
+            max_total_tokens=max_total_tokens,
+        )
+        self._url = self._client.url
         self._extra = dict(extra_body or {})
         self._omitted = set(omit)
         self._max_tokens_name = "max_tokens"
-        self._supports_choices = supports_choices
+        self.supports_choices = supports_choices
         self._logprobs = logprobs
-        self._max_concurrency = max_concurrency
-        self._backoff = backoff
         self._on_text = on_text
-        self._price = price
-        self._max_cost, self._max_total_tokens = max_cost, max_total_tokens
-        self._spending = threading.Lock()
-        self.spent = Usage(cost=0.0 if price else None)
-        # connections and semaphores belong to the event loop that made them
-        self._sessions: weakref.WeakKeyDictionary[
-            asyncio.AbstractEventLoop, tuple[httpx.AsyncClient, asyncio.Semaphore]
-        ] = weakref.WeakKeyDictionary()
+
+    @property
+    def spent(self) -> Usage:
+        """Return tokens and cost of all replies so far."""
+        return self._client.spent
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
         """Sample one response at the server.
 
         Raises:
-            NoAnswerError: the reply is refused, filtered, empty, a tool call, or nothing but
-                reasoning.
+            NoAnswerError: the reply is refused, filtered, empty, nothing but reasoning, or the call
+                of a tool that was not offered.
             BudgetError: the account's quota or this backend's budget is spent.
             BackendError: any other failure, with the server's words.
         """
@@ -141,35 +136,31 @@ class OpenAILLM(LLM):
                 f"Expected chat messages for {self.name!r}, got token ids; this backend is text"
                 " only"
             )
-        if sampling.choices is not None and not self._supports_choices:
+        if sampling.choices is not None and not self.supports_choices:
             raise BackendError(
                 f"Expected a backend that can restrict answers to choices, got {self.name!r};"
                 " pass supports_choices=True"
             )
-        loop, most = asyncio.get_running_loop(), self._max_concurrency
-        if loop not in self._sessions:
-            limits = httpx.Limits(max_connections=most, max_keepalive_connections=most)
-            client = httpx.AsyncClient(timeout=self._timeout, headers=self._headers, limits=limits)
-            self._sessions[loop] = client, asyncio.Semaphore(most)
-        client, slots = self._sessions[loop]
-        async with slots:
-            self._check_budget()
-            response = await self._post(client, cast("Sequence[Message]", prompt), sampling)
+        messages = cast("Sequence[Message]", prompt)
+        response = await self._client.post(
+            lambda: self._body(messages, sampling),
+            None if self._on_text is None else self._stream,
+            self._drop_refused,
+        )
         return self._parse(response, sampling)
 
     def close(self) -> None:
         """Drop the connections; each is closed when its event loop lets go of it."""
-        self._sessions.clear()
+        self._client.close()
 
     async def aclose(self) -> None:
         """Close the connections of the running event loop."""
-        if session := self._sessions.pop(asyncio.get_running_loop(), None):
-            await session[0].aclose()
+        await self._client.aclose()
 
     def _body(self, messages: Sequence[Message], sampling: SamplingParams) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self._model,
-            "messages": [dict(message) for message in messages],
+            "messages": [self._sent(message) for message in messages],
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             self._max_tokens_name: sampling.max_tokens,
@@ -187,52 +178,26 @@ class OpenAILLM(LLM):
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         if sampling.choices is not None:
             body["structured_outputs"] = {"choice": list(sampling.choices)}
+        if sampling.tools and self.supports_tools:
+            body["tools"] = list(sampling.tools)
         if self._on_text is not None:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         return {key: body[key] for key in body if key not in self._omitted} | self._extra
 
-    async def _post(
-        self, client: httpx.AsyncClient, messages: Sequence[Message], sampling: SamplingParams
-    ) -> httpx.Response:
-        """Return the first successful response; raise BackendError for a lasting failure."""
-        attempt = 0
-        while True:
-            # a refused parameter is left out of the next body
-            body = self._body(messages, sampling)
-            last = attempt == self._max_retries
-            pause = min(self._backoff * 2**attempt, _MAX_BACKOFF) * random.uniform(0.5, 1.0)
-            try:
-                if self._on_text is None:
-                    response = await client.post(self._url, json=body)
-                else:
-                    response = await self._stream(client, body, self._on_text)
-            except httpx.TransportError as error:
-                if last:
-                    raise BackendError(
-                        f"Expected an answer from {self._url} within {self._timeout:g} s, "
-                        f"got {type(error).__name__} in {attempt + 1} attempts"
-                    ) from error
-            else:
-                if response.is_success:
-                    return response
-                refused = f"got {response.status_code}: {response.text[:_SHOWN]}"
-                if response.status_code == 402 or _SPENT.search(response.text.lower()):
-                    raise BudgetError(f"Expected an account with quota at {self._url}, {refused}")
-                if response.status_code in (400, 422) and self._drop_refused(response, body):
-                    continue
-                if last or response.status_code not in _RETRIED:
-                    raise BackendError(f"Expected status 200 from {self._url}, {refused}")
-                asked: str = response.headers.get("retry-after", "")
-                if asked.replace(".", "", 1).isdigit():
-                    pause = min(float(asked), _MAX_BACKOFF)
-            await asyncio.sleep(pause)
-            attempt += 1
+    def _sent(self, message: Message) -> dict[str, Any]:
+        """Return a message as this server takes it: calls as text where it knows no tools."""
+        sent: dict[str, Any] = dict(message)
+        calls = message.get("tool_calls")
+        if self.supports_tools:
+            return sent | {"content": message["content"] or None} if calls else sent
+        written = [json.dumps(call["function"], ensure_ascii=False) for call in calls or ()]
+        role = "user" if message["role"] == "tool" else message["role"]
+        return {"role": role, "content": "\n".join(filter(None, [message["content"], *written]))}
 
-    async def _stream(
-        self, client: httpx.AsyncClient, body: dict[str, Any], on_text: Callable[[str], object]
-    ) -> httpx.Response:
+    async def _stream(self, client: httpx.AsyncClient, body: dict[str, Any]) -> httpx.Response:
         """Put the pieces of a streamed reply together; a stream that breaks off is an error."""
         reply: dict[str, Any] = {}
+        calls: list[dict[str, Any]] = []
         message: dict[str, Any] = {}
         choice: dict[str, Any] = {"message": message, "finish_reason": None}
         async with client.stream("POST", self._url, json=body) as response:
@@ -248,33 +213,77 @@ class OpenAILLM(LLM):
                     piece = cast("dict[str, Any]", json.loads(data))
                 if "error" in piece or not piece:
                     return httpx.Response(500, text=data)
-                reply["usage"] = piece.get("usage") or reply.get("usage")
-                parts: list[dict[str, Any]] = piece.get("choices") or []
-                for part in parts:
-                    choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
-                    delta: dict[str, Any] = part.get("delta") or {}
-                    for key, value in delta.items():
-                        if isinstance(value, str) and key != "role":
-                            message[key] = message.get(key, "") + value
-                        elif value:
-                            message[key] = value
-                        if key == "content" and value:
-                            on_text(value)
+                try:
+                    self._add_piece(piece, reply, choice, calls)
+                except (AttributeError, TypeError, KeyError):  # no piece of a chat completion
+                    return httpx.Response(500, text=data)
         if choice["finish_reason"] is None:
             raise httpx.RemoteProtocolError("the stream ended without a finish_reason")
         message.setdefault("content", None)
+        if calls:
+            message["tool_calls"] = calls
         return httpx.Response(200, json={**reply, "choices": [choice]})
 
+    def _add_piece(
+        self,
+        piece: dict[str, Any],
+        reply: dict[str, Any],
+        choice: dict[str, Any],
+        calls: list[dict[str, Any]],
+    ) -> None:
+        """Add one event of a stream to the reply, its choice and its tool calls."""
+        message: dict[str, Any] = choice["message"]
+        reply["usage"] = piece.get("usage") or reply.get("usage")
+        parts: list[dict[str, Any]] = piece.get("choices") or []
+        for part in parts:
+            choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
+            delta: dict[str, Any] = part.get("delta") or {}
+            pieces: list[dict[str, Any]] = delta.pop("tool_calls", None) or []
+            for said in pieces:
+                function: dict[str, Any] = said.get("function") or {}
+                # by its number; where a server gives none, a name begins a call
+                index = said.get("index")
+                known = [call for call in calls if call["index"] == index]
+                if index is None:
+                    known = [] if function.get("name") else calls[-1:]
+                call: dict[str, Any] = {"index": index, "id": None, "function": {}}
+                if known:
+                    call = known[0]
+                else:
+                    calls.append(call)
+                call["id"] = said.get("id") or call["id"]
+                for key, value in function.items():
+                    joins = isinstance(value, str) and key in call["function"]
+                    call["function"][key] = call["function"][key] + value if joins else value
+            for key, value in delta.items():
+                if isinstance(value, str) and key != "role":
+                    message[key] = message.get(key, "") + value
+                elif value:
+                    message[key] = value
+                if key == "content" and value and self._on_text is not None:
+                    self._on_text(value)
+
     def _drop_refused(self, response: httpx.Response, body: dict[str, Any]) -> bool:
-        """Stop sending the parameter that an error names; return whether there is one."""
+        """Stop sending the parameter or tools that an error names; return whether it names any."""
+        said, status = response.text.lower(), response.status_code
+        if status in (400, 404, 422, 500, 501) and "tools" in body and _NO_TOOLS.search(said):
+            self.supports_tools = False
+            _LOGGER.warning(
+                "%s refuses tools; they are not offered from now on, and a model that wants one"
+                " writes its call as text: %s",
+                self.name,
+                response.text[:SHOWN],
+            )
+            return "tools" not in self._extra
         try:
             error: Any = response.json()
             error = error.get("error", error)
             code, param = str(error.get("code")), error.get("param")
         except (ValueError, AttributeError):
             code, param = "", None
-        said = response.text.lower()
-        if not (code.startswith("unsupported") or _REFUSING.search(said)):
+        if status not in (400, 422) or not (
+            code.startswith("unsupported") or _REFUSING.search(said)
+        ):
             return False
         named = [key for key in _DROPPABLE if key in body and re.search(rf"\b{key}\b", said)]
         dropped = param if param in body and param in _DROPPABLE else next(iter(named), None)
@@ -290,43 +299,16 @@ class OpenAILLM(LLM):
             dropped,
             "sent as max_completion_tokens" if dropped == "max_tokens" else "left out",
             dropped,
-            response.text[:_SHOWN],
+            response.text[:SHOWN],
         )
         return True
-
-    def _check_budget(self) -> None:
-        tokens = self.spent.prompt_tokens + self.spent.completion_tokens
-        if self._max_total_tokens is not None and tokens >= self._max_total_tokens:
-            raise BudgetError(
-                f"Expected to stay within max_total_tokens={self._max_total_tokens} of"
-                f" {self.name!r}, got {tokens} tokens; raise it to go on"
-            )
-        if self._max_cost is not None and (self.spent.cost or 0.0) >= self._max_cost:
-            raise BudgetError(
-                f"Expected to stay within max_cost={self._max_cost:g} dollars of {self.name!r},"
-                f" got {self.spent.cost:.4g}; raise it to go on"
-            )
-
-    def _spend(self, reported: dict[str, Any]) -> Usage:
-        """Add what a reply took to ``spent`` and return it."""
-        prompt = int(reported.get("prompt_tokens") or 0)
-        completion = int(reported.get("completion_tokens") or 0)
-        cost = reported.get("cost")
-        if not isinstance(cost, int | float):
-            cost = None
-            if self._price is not None:
-                cost = (prompt * self._price[0] + completion * self._price[1]) / 1e6
-        usage = Usage(prompt_tokens=prompt, completion_tokens=completion, cost=cost)
-        with self._spending:
-            self.spent += usage
-        return usage
 
     def _parse(self, response: httpx.Response, sampling: SamplingParams) -> Generation:
         try:
             reply: Any = response.json()
-            usage = self._spend(reply.get("usage") or {})
+            usage = self._client.charge(reply.get("usage"))
             choice: Any = reply["choices"][0]
-            text = self._answer(choice)
+            text, calls = self._answer(choice, sampling, usage)
             cut = choice.get("stop_reason")
             if isinstance(cut, str) and cut in sampling.stop and not text.endswith(cut):
                 text += cut
@@ -336,7 +318,7 @@ class OpenAILLM(LLM):
             if sampling.choices is not None and text not in sampling.choices:
                 raise BackendError(
                     f"Expected one of the choices {list(sampling.choices)} from {self._url}, got"
-                    f" {text[:_SHOWN]!r}"
+                    f" {text[:SHOWN]!r}"
                 )
             listed: Any = choice.get("logprobs")
             listed = listed.get("content") if listed else None
@@ -360,17 +342,24 @@ class OpenAILLM(LLM):
                 finish_reason=finish,
                 temperature=sampling.temperature or 1.0,
                 usage=usage,
+                tool_calls=calls,
             )
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise BackendError(
                 f"Expected a chat completion from {self._url}, got status {response.status_code}:"
-                f" {response.text[:_SHOWN]}"
+                f" {response.text[:SHOWN]}"
             ) from error
 
-    def _answer(self, choice: dict[str, Any]) -> str:
-        """Return the text of a choice; NoAnswerError for one that has none."""
+    def _answer(
+        self, choice: dict[str, Any], sampling: SamplingParams, usage: Usage | None
+    ) -> tuple[str, tuple[ToolCall, ...]]:
+        """Return text and tool calls of a choice; NoAnswerError for one that has neither."""
         message: dict[str, Any] = choice["message"]
-        content, finish = message["content"], choice.get("finish_reason")
+        asked: list[dict[str, Any]] = list(message.get("tool_calls") or [])
+        if function := message.get("function_call"):  # the old form
+            asked.append({"function": function})
+        content = message.get("content") if asked else message["content"]
+        finish = choice.get("finish_reason")
         if isinstance(content, list):  # parts, as some servers answer
             parts = cast("list[dict[str, Any]]", content)
             content = "".join(part["text"] for part in parts if "text" in part)
@@ -378,27 +367,40 @@ class OpenAILLM(LLM):
             content = ""
         elif not isinstance(content, str):
             raise TypeError(f"content is {type(content).__name__}")
-        calls: list[dict[str, Any]] = message.get("tool_calls") or []
-        call: dict[str, Any] = calls[0]["function"] if calls else message.get("function_call") or {}
-        called = call.get("name")
+        offered = {tool["function"]["name"] for tool in sampling.tools if self.supports_tools}
+        calls: list[ToolCall] = []
+        for number, call in enumerate(asked):
+            name, given = call["function"].get("name"), call["function"].get("arguments")
+            text = given if isinstance(given, str) else json.dumps(given or {})
+            if name in offered:
+                calls.append(
+                    ToolCall(id=call.get("id") or f"call_{number}", name=name, arguments=text)
+                )
+        unknown = [call["function"].get("name") for call in asked]
+        unknown = [name for name in unknown if name not in offered]
         thinking = message.get("reasoning_content") or message.get("reasoning")
         unclosed = content.lower().rfind("<think>") > content.lower().rfind("</think>")
         long = "; raise max_tokens" if finish == "length" else ""
         problem = None
         if finish == "content_filter":
             problem = "one that its content filter stopped"
+        elif calls:
+            if long and not calls[-1].arguments.rstrip().endswith("}"):
+                problem = f"a call of the tool {calls[-1].name!r} that was cut off{long}"
+            elif unknown:
+                _LOGGER.warning("%s called tools that were not offered: %s", self.name, unknown)
         elif unclosed:
-            problem = f"reasoning that does not end{long}: {content[-_SHOWN:]!r}"
+            problem = f"reasoning that does not end{long}: {content[-SHOWN:]!r}"
         elif content.strip():
             pass
         elif refusal := message.get("refusal"):
-            problem = f"a refusal: {str(refusal)[:_SHOWN]}"
-        elif called:
-            problem = f"a call of the tool {called!r}, which was not offered"
+            problem = f"a refusal: {str(refusal)[:SHOWN]}"
+        elif unknown:
+            problem = f"a call of the tool {unknown[0]!r}, which was not offered"
         elif thinking:
-            problem = f"reasoning alone{long}: {str(thinking)[-_SHOWN:]!r}"
+            problem = f"reasoning alone{long}: {str(thinking)[-SHOWN:]!r}"
         else:
             problem = f"an empty text (finish_reason {finish!r}){long}"
         if problem is not None:
-            raise NoAnswerError(f"Expected an answer from {self.name!r}, got {problem}")
-        return content
+            raise NoAnswerError(f"Expected an answer from {self.name!r}, got {problem}", usage)
+        return content, tuple(calls)

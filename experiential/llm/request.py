@@ -21,10 +21,51 @@ from numpy.typing import NDArray
 
 from experiential.errors import BackendError, require
 from experiential.llm.base import SamplingParams, cut_after_stop
-from experiential.types import FinishReason
+from experiential.types import FinishReason, Message, Prompt, is_token_prompt
 
 _SCHEMAS = 256
 _BYTE_SLACK = 4
+
+
+class PromptEncoder:
+    """Turn prompts into token ids; messages go through the chat template.
+
+    Args:
+        tokenizer: of the model.
+        name: of the model, for errors.
+        vocabulary: token ids from this number on are refused; None leaves them to the model.
+    """
+
+    def __init__(self, tokenizer: Any, name: str, vocabulary: int | None = None) -> None:
+        self._tokenizer, self._name, self._vocabulary = tokenizer, name, vocabulary
+        # members of a group share their first prompt
+        self._render = lru_cache(maxsize=512)(self._render_now)
+
+    def __call__(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return the token ids of a prompt."""
+        if not is_token_prompt(prompt):
+            messages = cast("Sequence[Message]", prompt)
+            return self._render(tuple((one["role"], one["content"]) for one in messages))
+        ids = tuple(prompt)
+        if self._vocabulary is not None and (min(ids) < 0 or max(ids) >= self._vocabulary):
+            raise BackendError(
+                f"Expected token ids from 0 to {self._vocabulary - 1}, got {min(ids)} to {max(ids)}"
+            )
+        return ids
+
+    def _render_now(self, messages: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
+        if not messages:
+            return ()
+        if not self._tokenizer.chat_template:
+            raise BackendError(
+                "Expected a tokenizer with a chat template to render messages, got one without for"
+                f" {self._name!r}; send token ids"
+            )
+        chat = [{"role": role, "content": content} for role, content in messages]
+        ids = self._tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        return tuple(ids)
 
 
 class StopFinder:
@@ -73,9 +114,9 @@ class Request:
         future: resolved with the response, or cancelled where nobody waits for it any more.
         node: the state of a response that is one of some choices; at first the root of their trie.
         schema: the state of the response under its JSON schema, when it has one.
-        allowed: per token of a restricted response, the tokens it was drawn from; empty under a
-            schema, whose sets the trainer finds again by replaying the response.
-        seen: tokens that the model has seen: the row's length in the key-value block.
+        allowed: per token, the tokens it was drawn from; empty where none was excluded, and under
+            a schema, whose sets the trainer finds again by replaying the response.
+        row: the key-value states of what the model has seen, while the request is decoded.
         pending: sampled or forced tokens that the model has not seen yet.
     """
 
@@ -94,23 +135,25 @@ class Request:
     finish: FinishReason | None = None
     version: int = 0
     epoch: int = 0
-    seen: int = 0
+    row: Any = None
     pending: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self._take_forced()
 
-    def accept(self, token: int, logprob: float) -> None:
-        """Take the token drawn from the model; sets ``finish`` when it ends the response."""
+    def accept(self, token: int, logprob: float, kept: tuple[int, ...] | None = None) -> None:
+        """Take the token drawn from the model; sets ``finish`` when it ends the response.
+
+        ``kept`` are the tokens that ``top_k`` and ``top_p`` left of those possible.
+        """
         start = len(self.response)
         self.response.append(token)
         self.logprobs.append(logprob)
+        self.allowed.append(kept or (self.node.allowed if self.node is not None else ()))
         if self.node is not None:
-            self.allowed.append(self.node.allowed)
             self.node = self.node.children[token]
             self._take_forced()
         elif self.schema is not None:
-            self.allowed.append(())
             if token in self.eos:
                 self.finish = FinishReason.STOP
             else:

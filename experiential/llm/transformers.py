@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from functools import cached_property, lru_cache, partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from experiential.config import ModelSettings
 from experiential.errors import BackendError, require
 from experiential.llm.base import LLM, SamplingParams
 from experiential.llm.executor import DeviceExecutor
-from experiential.llm.request import ChoiceTrie, Request, Schemas, StopFinder, canonical
-from experiential.types import Generation, Message, Prompt, is_token_prompt
+from experiential.llm.request import (
+    ChoiceTrie,
+    PromptEncoder,
+    Request,
+    Schemas,
+    StopFinder,
+    canonical,
+)
+from experiential.types import Generation, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,7 +43,8 @@ class TransformersLLM(LLM):
         dtype: used when ``model`` is a name.
         device: used when ``model`` is a name; auto, cpu, cuda, cuda:1 ...
         max_batch: sequences decoded together, per priority.
-        prefix_cache_tokens: tokens of key-value states kept for reuse; 0 turns the cache off.
+        prefix_cache_gb: memory for key-value states kept for reuse; None takes a fifth of what is
+            free, 0 keeps none.
         executor: thread that runs the model, shared by policies on one device; by default its own.
         adapter: peft adapter to activate before each forward, so that policies can share one base.
         name: name of the policy, recorded in each ``Generation``.
@@ -50,10 +57,10 @@ class TransformersLLM(LLM):
         model: str | PreTrainedModel | Any,
         tokenizer: Any = None,
         *,
-        dtype: Literal["float32", "bfloat16"] = "float32",
+        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
         device: str = "auto",
         max_batch: int = 64,
-        prefix_cache_tokens: int = 65536,
+        prefix_cache_gb: float | None = None,
         executor: DeviceExecutor | None = None,
         adapter: str | None = None,
         name: str | None = None,
@@ -64,7 +71,8 @@ class TransformersLLM(LLM):
         import torch
 
         from experiential.llm.engine import Engine
-        from experiential.llm.forward import ForwardPass, LLMStats, PrefixCache
+        from experiential.llm.forward import ForwardPass, LLMStats
+        from experiential.llm.states import PrefixCache
 
         if max_batch <= 0 or batch_wait < 0:
             raise ValueError(
@@ -97,21 +105,19 @@ class TransformersLLM(LLM):
                 " tokenizer.eos_token"
             )
         self._eos = frozenset[int](ends)
-        pad = self.tokenizer.pad_token_id
-        pad = min(self._eos) if pad is None else pad
         self._stops = StopFinder(self.tokenizer)
-        self._render = lru_cache(maxsize=512)(self._render_now)
         self._tries = lru_cache(maxsize=1024)(partial(ChoiceTrie, tokenizer=self.tokenizer))
         self._random = torch.Generator()
         self._random.seed()
-        forward = ForwardPass(self.model, pad=pad, adapter=adapter, stats=self.stats)
+        forward = ForwardPass(self.model, adapter=adapter, stats=self.stats)
         self._context, self._vocabulary = forward.context, forward.vocabulary
+        self.encode = PromptEncoder(self.tokenizer, self.name, self._vocabulary)
         self._engine = Engine(
             forward,
             self.executor,
             max_batch=max_batch,
             batch_wait=batch_wait,
-            cache=PrefixCache(prefix_cache_tokens),
+            cache=PrefixCache(forward.layers, prefix_cache_gb),
             version=lambda: (self.version, self._epoch),
         )
 
@@ -172,26 +178,13 @@ class TransformersLLM(LLM):
             prompt_ids=ids,
             response_ids=tuple(request.response),
             logprobs=tuple(request.logprobs),
-            allowed=None if trie is None and schema is None else tuple(request.allowed),
+            allowed=tuple(request.allowed) if schema is not None or any(request.allowed) else None,
             json_schema=written,
             policy=self.name,
             policy_version=request.version,
             finish_reason=request.finish,
             temperature=sampling.temperature or 1.0,
         )
-
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Return the token ids of a prompt; messages go through the chat template."""
-        if is_token_prompt(prompt):
-            ids = tuple(prompt)
-            if min(ids) < 0 or max(ids) >= self._vocabulary:
-                raise BackendError(
-                    f"Expected token ids from 0 to {self._vocabulary - 1}, got {min(ids)} to"
-                    f" {max(ids)}"
-                )
-            return ids
-        messages = cast("Sequence[Message]", prompt)
-        return self._render(tuple((message["role"], message["content"]) for message in messages))
 
     def weights_changed(self, version: int) -> None:
         """Set the version of new weights; key-value states of the old ones are not used again."""
@@ -207,17 +200,3 @@ class TransformersLLM(LLM):
         else:
             with contextlib.suppress(BackendError):  # a shared executor that is closed already
                 self.executor.submit(self._engine.cache.clear)
-
-    def _render_now(self, messages: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
-        if not messages:
-            return ()
-        if not self.tokenizer.chat_template:
-            raise BackendError(
-                "Expected a tokenizer with a chat template to render messages, got one without for"
-                f" {self.name!r}; send token ids"
-            )
-        chat = [{"role": role, "content": content} for role, content in messages]
-        ids = self.tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        return tuple(ids)

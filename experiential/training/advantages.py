@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,6 +60,11 @@ ESTIMATORS: dict[str, Estimator | str] = {
 }
 
 
+@cache  # once, not for every batch
+def _named(estimator: str) -> Estimator:
+    return resolve("estimators", estimator, ESTIMATORS)
+
+
 def cell_advantages(
     rewards: npt.ArrayLike,
     group: npt.ArrayLike,
@@ -87,7 +93,7 @@ def cell_advantages(
         ValueError: shapes differ, or a reward is not finite.
     """
     if isinstance(estimator, str):
-        estimator = resolve("estimators", estimator, ESTIMATORS)
+        estimator = _named(estimator)
     values = _rewards(rewards)
     if not len(values):
         return np.zeros(0, np.float32)

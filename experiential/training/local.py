@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from inspect import signature
 from itertools import islice, pairwise
@@ -19,18 +20,24 @@ from experiential.config import Experiment, ModelSettings, OptimSettings
 from experiential.errors import CheckpointError, ConfigError
 from experiential.llm.base import Prompt, SamplingParams
 from experiential.llm.executor import DeviceExecutor
+from experiential.llm.models import merged_weights
+from experiential.llm.states import free_memory
 from experiential.llm.transformers import TransformersLLM
+from experiential.llm.vllm import VLLM
 from experiential.rollout import make_env
+from experiential.training import attention
 from experiential.training.losses import (
     Measure,
     Sums,
     add_sums,
     batch_loss,
-    blocked_tokens,
+    kl_k3,
     means,
+    measure_tokens,
     token_entropies,
     token_logprobs,
 )
+from experiential.training.memory import saved_bytes
 from experiential.training.runtime import (
     LossSettings,
     Policies,
@@ -39,10 +46,18 @@ from experiential.training.runtime import (
     TrainStats,
     usable_samples,
 )
-from experiential.training.samples import Row, micro_batches, pack
+from experiential.training.samples import Row, pack
 from experiential.types import Generation
 
 _STATE = "state.pt"
+_GPU_SHARE = 0.4
+"""Share of a GPU's memory that all vLLM engines of a process take together."""
+MICRO_BATCH = (512, 16384)
+"""The fewest and the most tokens that go forward together: fewer leave a device idle, and more win
+nothing. A longer sequence goes alone."""
+_SHARES = {"cpu": 1 / 16, "cuda": 1 / 2}
+"""Parts of the free memory for activations. A host's is shared with other processes, and the C
+library's allocator takes about twice what the tensors need."""
 BACKGROUND_PATIENCE = 5.0
 """Seconds that background work on the device waits for rollouts and updates at most."""
 
@@ -52,6 +67,11 @@ class LocalRuntime(PolicyRuntime):
 
     Generation and training run on one `DeviceExecutor`, so a training step is atomic for generation
     and there is nothing to synchronise.
+
+    Weights of lower precision than float32 are trained in a float32 master copy: a step of
+    reinforcement learning is smaller than the spacing of bfloat16, and would be rounded away.
+    Samples of the current weights then get their behaviour log-probabilities from the training
+    forward, since that of generation rounds otherwise (docs/decisions/025).
 
     Args:
         llm: generates from the weights that are trained.
@@ -82,8 +102,9 @@ class LocalRuntime(PolicyRuntime):
         self._parameters: list[torch.nn.Parameter] = [
             p.requires_grad_(True) for n, p in self._model.named_parameters() if trained in n
         ]
+        self._masters = [p if p.dtype == torch.float32 else _master(p) for p in self._parameters]
         self._optimizer = torch.optim.AdamW(
-            self._parameters, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
+            self._masters, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
         )
         self._reference: list[torch.Tensor] | None = None
         if reference and llm.adapter is None:
@@ -113,7 +134,7 @@ class LocalRuntime(PolicyRuntime):
         try:
             return await self.llm.executor.run(work, priority=self._priority)
         except torch.OutOfMemoryError as error:
-            hint = f"lower optim.tokens_per_micro_batch of the {self.name}"
+            hint = f"set or lower optim.tokens_per_micro_batch of the {self.name}"
             raise MemoryError(f"{error}; {hint}") from error
 
     async def score(
@@ -121,19 +142,12 @@ class LocalRuntime(PolicyRuntime):
     ) -> list[tuple[float, ...]]:
         """Return the log-probability (or other measure) of each trained token, per sample."""
         usable = usable_samples(samples)
-        found: dict[int, tuple[float, ...]] = {}
 
-        def compute() -> None:
+        def compute() -> list[tuple[float, ...]]:
             self._activate(training=False)
-            for rows in self._micro_batches(usable):
-                with torch.no_grad():
-                    tensor: Any = self._logprobs(rows, usable, measure)
-                values = iter(tensor.tolist())
-                for member in (m for row in rows for m in row.samples):
-                    found[member] = tuple(islice(values, len(usable[member].positions)))
+            return self._measure(usable, measure)
 
-        await self.llm.executor.run(compute, priority=self._priority)
-        measured = (found[member] for member in range(len(usable)))
+        measured = iter(await self.llm.executor.run(compute, priority=self._priority))
         return [next(measured) if sample.positions else () for sample in samples]
 
     async def entropies(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
@@ -155,7 +169,7 @@ class LocalRuntime(PolicyRuntime):
         def write() -> None:
             folder.mkdir(parents=True, exist_ok=True)
             state = {
-                "weights": [p.detach().cpu() for p in self._parameters],
+                "weights": [p.detach().cpu() for p in self._masters],
                 "optimizer": self._optimizer.state_dict(),
                 "version": self.version,
             }
@@ -183,7 +197,8 @@ class LocalRuntime(PolicyRuntime):
                     f"Expected weights of this model in {folder}, got other shapes; resume with"
                     " the model that was trained"
                 )
-            _copy(state["weights"], self._parameters)
+            _copy(state["weights"], self._masters)
+            _copy(self._masters, self._parameters)
             if "reference" in state and self._reference is not None:
                 _copy(state["reference"], self._reference)
                 self._anchored = True
@@ -219,33 +234,45 @@ class LocalRuntime(PolicyRuntime):
             self.llm.executor.close()
 
     def _train(self, samples: list[Sample], loss: LossSettings) -> TrainStats:
-        begin = time.perf_counter()
+        begin, version = time.perf_counter(), self.version
         stats = TrainStats(
             samples=len(samples),
             tokens=sum(len(s.positions) for s in samples),
             sequence_tokens=sum(len(s.tokens) for s in samples),
         )
-        self._activate(training=True)
-        generator, sums = torch.Generator().manual_seed(loss.seed), Sums()
+        generator, sums, recorded = torch.Generator().manual_seed(loss.seed), Sums(), [*samples]
+        parts = min(loss.mini_batches, len(samples))
+        edges = [round(i * len(samples) / parts) for i in range(parts + 1)]
         for epoch in range(loss.epochs):
             order = list(range(len(samples)))
             if epoch or loss.mini_batches > 1:
                 order = [int(i) for i in torch.randperm(len(samples), generator=generator)]
-            parts = min(loss.mini_batches, len(order))
-            edges = [round(i * len(order) / parts) for i in range(parts + 1)]
-            for a, b in pairwise(edges):  # one optimiser step, accumulated over micro-batches
-                part = [samples[i].weighted(parts) for i in order[a:b]]
+            batches = [order[a:b] for a, b in pairwise(edges)]
+            if epoch == 0:  # the first batch gets its log-probabilities from its own loss
+                self._rescore(samples, batches[1:], loss)
+            self._activate(training=True)
+            for members in batches:  # one optimiser step, accumulated over micro-batches
+                first = stats.updates == 0
+                part = [samples[i].weighted(parts) for i in members]
                 total = sum(len(s.positions) for s in part)
                 self._optimizer.zero_grad(set_to_none=True)
-                for rows in self._micro_batches(part):
-                    value, metrics = self._loss(rows, part, loss, total)
-                    cast("Any", value).backward()  # torch leaves its arguments untyped
+                for weight in self._parameters:  # a backward pass that failed leaves gradients
+                    weight.grad = None
+                for row in self._rows(part):
+                    value, metrics = self._loss(row, part, loss, total, first=first)
+                    with self._attention():  # checkpoints go forward again
+                        cast("Any", value).backward()  # torch leaves its arguments untyped
+                    self._collect_gradients()
                     stats.loss += float(value.detach())
-                    stats.forwarded_tokens += sum(len(r.tokens) for r in rows)
+                    stats.forwarded_tokens += len(row.tokens)
                     add_sums(sums, metrics)
-                norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.optim.max_grad_norm)
+                if first:
+                    for i, sample in zip(members, part, strict=True):
+                        samples[i] = replace(samples[i], logprobs=sample.logprobs)
+                norm = torch.nn.utils.clip_grad_norm_(self._masters, self.optim.max_grad_norm)
                 if torch.isfinite(norm):
                     cast("Any", self._optimizer).step()
+                    _copy(self._masters, self._parameters)
                 else:
                     stats.metrics["skipped"] = stats.metrics.get("skipped", 0.0) + 1.0
                 stats.grad_norm += float(norm)
@@ -255,97 +282,267 @@ class LocalRuntime(PolicyRuntime):
         stats.loss /= max(1, stats.updates)
         stats.grad_norm /= max(1, stats.updates)
         stats.metrics |= means(sums)
+        gaps = [
+            abs(before - after)
+            for old, new in zip(recorded, samples, strict=True)
+            if self._inexact(old, loss, version)
+            for before, after in zip(old.logprobs, new.logprobs, strict=True)
+        ]
+        if gaps:
+            stats.metrics["rounding"] = sum(gaps) / len(gaps)
         stats.version, stats.seconds = self.version, time.perf_counter() - begin
         return stats
 
-    def _micro_batches(self, samples: list[Sample]) -> Iterator[list[Row]]:
-        # Attention costs as much as all other operations at rows of this length: 6 d tokens for a
-        # transformer of width d by count; 4 d as measured on CPUs, where attention is slower.
-        parity = 4 * self._base.config.hidden_size if self._branching else 0
-        return micro_batches(pack(samples, parity=parity), self.optim.tokens_per_micro_batch)
+    def _rescore(
+        self, samples: list[Sample], batches: Sequence[Sequence[int]], loss: LossSettings
+    ) -> None:
+        """Replace the behaviour log-probabilities of these samples where they are inexact."""
+        self._activate(training=False)
+        for members in batches:
+            part = [samples[i] for i in members]
+            if not any(self._inexact(sample, loss, self.version) for sample in part):
+                continue
+            for i, values in zip(members, self._measure(part), strict=True):
+                if self._inexact(samples[i], loss, self.version):
+                    samples[i] = replace(samples[i], logprobs=values)
+
+    def _inexact(self, sample: Sample, loss: LossSettings, version: int) -> bool:
+        """Test whether a ratio of this sample would be rounding, and nothing else."""
+        current = sample.policy_version == version and self._base.dtype != torch.float32
+        return current and (sample.kind or loss.kind) not in ("sft", "reverse_kl")
+
+    def _measure(
+        self, samples: list[Sample], measure: Measure = token_logprobs
+    ) -> list[tuple[float, ...]]:
+        """Measure every trained token of each sample, without gradients."""
+        found: dict[int, tuple[float, ...]] = {}
+        for row in self._rows(samples):
+            with torch.no_grad():
+                found |= _by_sample(row, samples, self._logprobs(row, samples, measure))
+        return [found[member] for member in range(len(samples))]
+
+    def _collect_gradients(self) -> None:
+        """Add the gradients of low-precision weights to their masters', in float32."""
+        for weight, master in zip(self._parameters, self._masters, strict=True):
+            if weight is not master and weight.grad is not None:
+                gradient = weight.grad.float()
+                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+                weight.grad = None
+
+    def _rows(self, samples: list[Sample]) -> list[Row]:
+        limit = self.optim.tokens_per_micro_batch or self._fitting
+        return pack(samples, limit=limit, branching=self._branching)
+
+    @cached_property
+    def _fitting(self) -> int:
+        """Measure, once, how many tokens go forward together in a share of the free memory."""
+        base = self._base
+        size = base.get_input_embeddings().num_embeddings
+        config = base.config.get_text_config()
+        length = min(128, getattr(config, "max_position_embeddings", None) or 128)
+        probe = Row(tuple(i % size for i in range(length)), (0,), (tuple(range(length)),))
+        inputs, training = self._inputs(probe, branching=False), base.training
+        base.eval()  # without checkpoints, which hide what they keep
+        try:
+            kept = saved_bytes(lambda: base.base_model(**inputs), self._model) / length
+        finally:
+            base.train(training)
+        if any(getattr(m, "gradient_checkpointing", False) for m in base.modules()):
+            # only the inputs of every layer, and all of one layer
+            layers = config.num_hidden_layers
+            kept = kept / layers + layers * config.hidden_size * base.dtype.itemsize
+        # gradients and AdamW's two moments come after the first update
+        coming = 3 * sum(p.numel() * p.element_size() for p in self._masters)
+        device = next(self._model.parameters()).device
+        share = _SHARES.get(device.type, _SHARES["cpu"]) * max(0, free_memory(device) - coming)
+        return int(min(MICRO_BATCH[1], max(MICRO_BATCH[0], share / max(1.0, kept))))
 
     @cached_property
     def _branching(self) -> bool:
         """Test whether the model computes branched rows and plain ones alike.
 
-        Some attention kernels take no mask of their own, and some models make positions themselves.
+        Some take no attention function from outside, and some make positions themselves.
         """
-        base, device = self._base, next(self._base.parameters()).device
-        if (
-            base.config._attn_implementation not in ("sdpa", "eager")
-            or "position_ids" not in signature(base.base_model.forward).parameters
-        ):
+        base = self._base
+        if "position_ids" not in signature(base.base_model.forward).parameters:
             return False
         paths = ((0, 1, 2, 3, 4), (0, 1, 2, 5, 6))
         size = base.get_input_embeddings().num_embeddings
         tokens = tuple(token % size for token in (11, 23, 31, 41, 53, 61, 73))
-        alone = [Row(tuple(tokens[i] for i in p), (0,), (tuple(range(5)),)) for p in paths]
         training = base.training
         base.eval()
         try:
             with torch.no_grad():
-                branched, plain = (
-                    base.base_model(**_inputs(rows, device, base.dtype)).last_hidden_state.float()
-                    for rows in ([Row(tokens, (0, 1), paths)], alone)
-                )
+                both = self._inputs(Row(tokens, (0, 1), paths), branching=True)
+                with self._attention(branching=True):
+                    branched = base.base_model(**both).last_hidden_state[0].float()
+                for path in paths:
+                    row = Row(tuple(tokens[i] for i in path), (0,), (tuple(range(5)),))
+                    alone = self._inputs(row, branching=False)
+                    plain = base.base_model(**alone).last_hidden_state[0].float()
+                    gap = (branched[list(path)] - plain).abs().max()
+                    if not gap <= 10 * torch.finfo(base.dtype).eps ** 0.75 * plain.abs().max():
+                        return False
         except (RuntimeError, ValueError, TypeError, IndexError):
-            return False  # the model refuses such a mask
+            return False  # the model refuses such attention
         finally:
             base.train(training)
-        gap = (branched[0, [*paths[0], *paths[1]]] - plain.flatten(0, 1)).abs().max()
-        return bool(gap <= 10 * torch.finfo(base.dtype).eps ** 0.75 * plain.abs().max())
+        return True
+
+    @contextmanager
+    def _attention(self, *, branching: bool | None = None) -> Generator[None]:
+        """Let the model attend along the paths of a row inside the block."""
+        if not (self._branching if branching is None else branching):
+            yield
+            return
+        usual = self._base.config._attn_implementation
+        self._base.set_attn_implementation(attention.NAME)
+        try:
+            yield
+        finally:
+            self._base.set_attn_implementation(usual)
+
+    def _inputs(self, row: Row, *, branching: bool) -> dict[str, Any]:
+        device = next(self._base.parameters()).device
+        inputs = {"input_ids": torch.tensor([row.tokens], device=device), "use_cache": False}
+        if branching:
+            cut = attention.layout(row, device, self._base.dtype)
+            inputs |= {"position_ids": cut.positions, "layout": cut}
+        return inputs
 
     def _loss(
-        self, rows: list[Row], samples: list[Sample], loss: LossSettings, total: int
+        self, row: Row, samples: list[Sample], loss: LossSettings, total: int, *, first: bool
     ) -> tuple[torch.Tensor, Sums]:
         reference = None
         if loss.kl > 0:  # before the loss: a kept reference is swapped in and out in place
             with torch.no_grad():
                 if self.llm.adapter is not None:
                     with self._model.disable_adapter():
-                        reference = self._logprobs(rows, samples)
+                        reference = self._logprobs(row, samples)
                 elif self._reference is not None:
                     current = [p.detach().clone() for p in self._parameters]
                     _copy(self._reference, self._parameters)
-                    reference = self._logprobs(rows, samples)
+                    reference = self._logprobs(row, samples)
                     _copy(current, self._parameters)
                 else:
                     raise ConfigError(
                         "Expected LocalRuntime(reference=True) when the KL weight is positive, got"
                         " reference=False"
                     )
-        members = [samples[i] for row in rows for i in row.samples]
-        return batch_loss(self._logprobs(rows, samples), members, loss, total, reference)
+        logp = self._logprobs(row, samples)
+        if first and self._base.dtype != torch.float32:
+            # No weight has changed since the samples were drawn: their ratio is one.
+            for member, values in _by_sample(row, samples, logp).items():
+                if self._inexact(samples[member], loss, self.version):
+                    samples[member] = replace(samples[member], logprobs=values)
+        members = [samples[i] for i in row.samples]
+        return batch_loss(logp, members, loss, total, reference)
 
     def _logprobs(
-        self, rows: list[Row], samples: list[Sample], measure: Measure = token_logprobs
+        self, row: Row, samples: list[Sample], measure: Measure = token_logprobs
     ) -> torch.Tensor:
-        """Measure every trained token of the samples in the order of ``rows``, shape (n,)."""
+        """Measure every trained token of the row's samples in their order, shape (n,)."""
         base, device = self._base, next(self._model.parameters()).device
-        unique: dict[tuple[int, int], int] = {}
-        where = [
-            unique.setdefault((i, path[p - 1]), len(unique))
-            for i, row in enumerate(rows)
-            for m, path in zip(row.samples, row.paths, strict=True)
-            for p in samples[m].positions
+        members = [samples[m] for m in row.samples]
+        places = [
+            path[p - 1]
+            for sample, path in zip(members, row.paths, strict=True)
+            for p in sample.positions
         ]
-        row_of, place = torch.tensor(list(unique), device=device).T
-        inputs = _inputs(rows, device, base.dtype)
+        inputs = self._inputs(row, branching=self._branching)
         late = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-        if any(getattr(base.config, name, None) not in (None, 1, 1.0) for name in late):
-            logits = self._model(**inputs).logits[row_of, place].float()
-        else:  # the head sees only the positions that are asked for
-            hidden = base.base_model(**inputs).last_hidden_state[row_of, place]
-            logits = base.get_output_embeddings()(hidden).float()
-        members = [samples[m] for row in rows for m in row.samples]
-        blocked = blocked_tokens(members, logits.shape[1], lambda: self.llm.schemas)
-        chosen = logits[torch.tensor(where, device=device)]
-        return measure(chosen, members, None if blocked is None else blocked.to(device))
+        with self._attention():
+            if any(getattr(base.config, name, None) not in (None, 1, 1.0) for name in late):
+                states, head = self._model(**inputs).logits[0], torch.nn.Identity()
+            else:  # the head sees only the positions that are asked for
+                states = base.base_model(**inputs).last_hidden_state[0]
+                head = base.get_output_embeddings()
+        return measure_tokens(
+            states[torch.tensor(places, device=device)],
+            head,
+            members,
+            lambda: self.llm.schemas,
+            measure,
+            frozen=not any(p.requires_grad for p in head.parameters()),
+        )
 
     def _activate(self, *, training: bool) -> None:
         if self.llm.adapter is not None:
             self._model.set_adapter(self.llm.adapter)
         self._model.train(training)
+
+
+class ColocatedRuntime(LocalRuntime):
+    """Generate with a vLLM engine that sleeps while the weights are trained.
+
+    The engine has weights of its own: those of the last ``sync``. Behaviour log-probabilities are
+    vLLM's, but see `LocalRuntime` on weights of lower precision. How far they are from the
+    trainer's at equal weights is reported with every update (``generator_kl``, k3 per token).
+
+    Args:
+        llm: holds the weights that are trained; it is never asked.
+        optim: AdamW settings.
+        generator: answers; it runs on the executor of ``llm``.
+        options: see `LocalRuntime`.
+    """
+
+    def __init__(
+        self, llm: TransformersLLM, optim: OptimSettings, *, generator: VLLM, **options: Any
+    ) -> None:
+        super().__init__(llm, optim, **options)
+        self.generator = generator
+        self._gap = (0.0, 0)  # sum of k3 over so many tokens
+
+    @property
+    def tokens_processed(self) -> int:
+        """Count the prompt and response tokens of all generations so far."""
+        return self.generator.tokens
+
+    async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
+        """Sample one response from the weights of the last ``sync``."""
+        return await self.generator.generate(prompt, sampling)
+
+    async def sync(self) -> int:
+        """Give the engine the trained weights; return their version."""
+        if self.generator.version != self.version:
+            await self.llm.executor.run(self._send, priority=self._priority)
+        return self.version
+
+    async def load(self, folder: Path) -> None:
+        """Restore the state written by ``save``, and give it to the engine."""
+        await super().load(folder)
+        await self.llm.executor.run(self._send, priority=0)
+
+    def close(self) -> None:
+        """End the engine, then what `LocalRuntime.close` ends."""
+        self.generator.close()
+        super().close()
+
+    def _send(self) -> None:
+        weights = merged_weights(self._base, self.llm.adapter)
+        self.generator.load_weights(weights, self.version)
+
+    def _train(self, samples: list[Sample], loss: LossSettings) -> TrainStats:
+        self.generator.sleep()
+        self._gap = (0.0, 0)
+        stats = super()._train(samples, loss)
+        total, count = self._gap
+        if count:
+            stats.metrics["generator_kl"] = total / count
+        return stats
+
+    def _logprobs(
+        self, row: Row, samples: list[Sample], measure: Measure = token_logprobs
+    ) -> torch.Tensor:
+        found = super()._logprobs(row, samples, measure)
+        version = self.version  # that of the engine's weights up to the first optimiser step
+        if torch.is_grad_enabled() and version == self.generator.version:
+            members = [samples[i] for i in row.samples]
+            fresh = [s.policy_version == version for s in members for _ in s.positions]
+            drawn = torch.tensor([x for s in members for x in s.logprobs], device=found.device)
+            gaps = kl_k3(drawn, found.detach())[torch.tensor(fresh, device=found.device)]
+            self._gap = (self._gap[0] + float(gaps.sum()), self._gap[1] + len(gaps))
+        return found
 
 
 class InProcessRuntime:
@@ -419,51 +616,57 @@ def build_runtimes(
         llm = TransformersLLM(
             *loaded,
             max_batch=max_batch,
-            prefix_cache_tokens=settings.prefix_cache_tokens,
+            prefix_cache_gb=settings.prefix_cache_gb,
             executor=executor,
             adapter=role if settings.lora else None,
             name=role,
         )
-        made.append(
-            LocalRuntime(
-                llm,
-                optims[priority],
+        options: dict[str, Any] = {
+            "name": role,
+            "reference": reference,
+            "priority": priority,
+            "owns_executor": role == "actor",
+        }
+        if settings.generator == "vllm":
+            generator = VLLM(
+                settings.name,
+                dtype=str(next(llm.model.parameters()).dtype).removeprefix("torch."),
+                device=settings.device,
+                gpu_memory=_GPU_SHARE / len(roles),
+                sleeps=len(roles) == 1,  # vLLM's allocator serves one engine of a process
+                executor=executor,
                 name=role,
-                reference=reference,
-                priority=priority,
-                owns_executor=role == "actor",
             )
-        )
+            made.append(ColocatedRuntime(llm, optims[priority], generator=generator, **options))
+        else:
+            made.append(LocalRuntime(llm, optims[priority], **options))
     return made[0], made[-1]
 
 
-def _inputs(
-    rows: Sequence[Row], device: torch.device, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """Pad rows on the right; attention is plain and causal unless a row branches."""
-    width = max(len(r.tokens) for r in rows)
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    for i, row in enumerate(rows):
-        ids[i, : len(row.tokens)] = torch.tensor(row.tokens)
-    if not any(row.branched for row in rows):
-        mask = torch.arange(width) < torch.tensor([len(r.tokens) for r in rows])[:, None]
-        return {"input_ids": ids.to(device), "attention_mask": mask.long().to(device)}
-    positions = torch.zeros(len(rows), width, dtype=torch.long)
-    # Padding sees itself: a softmax over nothing is not a number.
-    visible = torch.eye(width, dtype=torch.bool).repeat(len(rows), 1, 1)
-    for i, row in enumerate(rows):
-        n = len(row.tokens)
-        places, seen = row.layout()
-        positions[i, :n], visible[i, :n, :n] = torch.tensor(places), torch.tensor(seen)
-    mask = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
-    return {
-        "input_ids": ids.to(device),
-        "attention_mask": mask[:, None].to(device),
-        "position_ids": positions.to(device),
-    }
+def _by_sample(
+    row: Row, samples: Sequence[Sample], measured: torch.Tensor
+) -> dict[int, tuple[float, ...]]:
+    """Divide what was measured of each trained token of a row by its samples."""
+    values = iter(cast("Any", measured).tolist())
+    return {m: tuple(islice(values, len(samples[m].positions))) for m in row.samples}
+
+
+def _master(weight: torch.Tensor) -> torch.Tensor:
+    """Return a float32 copy at a random place of the interval that is rounded to ``weight``.
+
+    Copies in the middle of their intervals would all have to move half a step before any weight
+    changed; with these, the weights follow their masters on average from the first update on.
+    """
+    exact, generator = weight.detach().float(), torch.Generator(weight.device).manual_seed(0)
+    place = torch.rand(weight.shape, generator=generator, device=weight.device) - 0.5
+    step = torch.finfo(weight.dtype).eps  # between neighbours, in units of their power of two
+    master = exact + torch.ldexp(place * step, exact.frexp().exponent - 1)
+    # The interval of a power of two is shorter below it.
+    return torch.where(master.to(weight.dtype) == weight, master, exact)
 
 
 def _copy(source: Sequence[torch.Tensor], target: Sequence[torch.Tensor]) -> None:
     with torch.no_grad():
         for a, b in zip(source, target, strict=True):
-            b.copy_(a)
+            if a is not b:
+                b.copy_(a)

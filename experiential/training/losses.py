@@ -6,10 +6,13 @@ All losses are to be minimised. A policy loss is a function of `Terms`. To add o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from experiential.config import Ratio
@@ -22,6 +25,8 @@ Sums = dict[str, tuple[float, int]]
 """Per metric its sum over tokens and their number; the sums of the parts of a batch add up."""
 Measure = Callable[[Tensor, Sequence[Sample], Tensor | None], Tensor]
 """Takes logits, samples and what was blocked, and gives one number per trained token."""
+LOGITS = 2**24
+"""Logits that are held at a time: 64 MB, and a few times that for their softmax and gradients."""
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to plus or minus this, so that ``exp`` and its gradient stay finite."""
 
@@ -44,6 +49,79 @@ def token_entropies(logits: Tensor, members: Sequence[Sample], blocked: Tensor |
     """
     logp = _log_softmax(logits, members, blocked)
     return -(logp.exp() * logp.masked_fill(logp == float("-inf"), 0.0)).sum(dim=1)
+
+
+def measure_tokens(
+    states: Tensor,
+    head: Callable[[Tensor], Tensor],
+    members: Sequence[Sample],
+    schemas: Callable[[], Schemas],
+    measure: Measure = token_logprobs,
+    *,
+    frozen: bool = False,
+) -> Tensor:
+    """Measure every trained token without the logits of all of them at once.
+
+    Logits are made for a bounded number of tokens at a time, and again going backward. Where
+    ``head`` is ``frozen`` the gradient of each token's number with respect to its state is taken
+    going forward instead, which costs no second product and keeps a state's size per token.
+
+    Args:
+        states: last hidden state from which each trained token of ``members`` is drawn, in their
+            order, shape (n, width).
+        head: takes states to logits, shape (n, vocabulary).
+        members: samples.
+        schemas: only called for samples restricted to a JSON schema.
+        measure: what to compute.
+        frozen: whether ``head`` takes no gradient.
+
+    Returns:
+        one number per trained token, shape (n,).
+    """
+
+    def work(some: Tensor, part: Sequence[Sample]) -> Tensor:
+        logits = head(some).float()
+        blocked = blocked_tokens(part, logits.shape[1], schemas)
+        return measure(logits, part, None if blocked is None else blocked.to(logits.device))
+
+    with torch.no_grad():
+        vocabulary = head(states[:1]).shape[1]
+    size = max(1, LOGITS // vocabulary)
+    if len(states) <= size:
+        return work(states, members)
+    again = cast("Any", torch.utils.checkpoint).checkpoint  # torch leaves its arguments untyped
+    found: list[Tensor] = []
+    for some, part in zip(torch.split(states, size), _token_parts(members, size), strict=True):
+        if not torch.is_grad_enabled():
+            found.append(work(some, part))
+        elif frozen:
+            leaf = some.detach().requires_grad_()
+            value = work(leaf, part)
+            (slope,) = torch.autograd.grad(value.sum(), leaf)  # a token's number has one state
+            change = (some - some.detach()).float() * slope.float()  # zero, with that gradient
+            found.append(value.detach() + change.sum(dim=1))
+        else:
+            found.append(again(work, some, part, use_reentrant=False))
+    return torch.cat(found)
+
+
+def _token_parts(members: Sequence[Sample], size: int) -> Iterator[list[Sample]]:
+    """Cut samples into lists of ``size`` trained tokens, and a shorter last one."""
+    part: list[Sample] = []
+    room = size
+    for sample in members:
+        start = 0
+        while start < len(sample.positions):
+            cut = slice(start, start + room)
+            fields = ("positions", "logprobs", "advantages", "allowed", "teacher")
+            piece = replace(sample, **{name: getattr(sample, name)[cut] for name in fields})
+            part.append(piece)
+            start, room = start + room, room - len(piece.positions)
+            if not room:
+                yield part
+                part, room = [], size
+    if part:
+        yield part
 
 
 def _log_softmax(logits: Tensor, members: Sequence[Sample], blocked: Tensor | None) -> Tensor:
@@ -140,6 +218,11 @@ def reverse_kl(terms: Terms) -> tuple[Tensor, Stats]:
     return reverse_kl_loss(terms.logp, terms.teacher, segment=terms.segment, weights=terms.weights)
 
 
+@cache  # once, not for every micro-batch
+def _named(kind: str) -> PolicyLoss:
+    return resolve("losses", kind, LOSSES)
+
+
 def batch_loss(
     logp: Tensor,
     members: Sequence[Sample],
@@ -181,8 +264,7 @@ def batch_loss(
             share=count / total if total else 0.0,
             settings=loss,
         )
-        compute: PolicyLoss = resolve("losses", kind, LOSSES)
-        part, stats = compute(terms)
+        part, stats = _named(kind)(terms)
         # Imitated tokens are not the policy's own draws: only the batch's loss has the penalty.
         if reference is not None and kind == loss.kind and count:
             penalty = kl_k3(terms.logp, reference[mine]).mean()

@@ -8,7 +8,8 @@ from experiential.agents.extractor import open_extractor
 from experiential.agents.reflector import Reflector, Retry
 from experiential.bank.extractor import Extractor
 from experiential.config import Experiment, ModelSettings
-from experiential.llm.base import LLM
+from experiential.llm.base import IN_PROCESS, LLM
+from experiential.llm.metered import Meter, Metered, Spent
 from experiential.training.runtime import Policies
 
 
@@ -18,6 +19,21 @@ class Roles:
     def __init__(self, experiment: Experiment, policies: Policies) -> None:
         self._experiment, self._prompts = experiment, prompt_set_name(experiment.model)
         self._actor, self._extractor = policies
+        self._meters = {"critic": Meter(), "reflector": Meter()}
+        self._told = dict.fromkeys(self._meters, Spent())
+
+    def spent(self) -> dict[str, float]:
+        """Return the tokens and cost of critic and reflector since the last call.
+
+        They are part of the actor's, whose model answers for both.
+        """
+        told: dict[str, float] = {}
+        for role, meter in self._meters.items():
+            now = meter.spent()
+            since, self._told[role] = now - self._told[role], now
+            if since.requests:
+                told |= {f"{role}_{name}": value for name, value in since.reported().items()}
+        return told
 
     def actor(self, temperature: float | None = None, llm: LLM | None = None) -> ActorAgent:
         """Return an agent that plays, at the temperature of training by default."""
@@ -27,7 +43,7 @@ class Roles:
             prompts=self._prompts,
             temperature=settings.temperature if temperature is None else temperature,
             max_tokens=settings.max_tokens,
-            constrain=settings.constrain,
+            constrain=settings.constrain and self._actor.supports_choices,
             **settings.options.model_dump(),
         )
 
@@ -50,7 +66,7 @@ class Roles:
         """Return the judge of retrieved experience."""
         settings = self._experiment.actor
         return CriticAgent(
-            llm or self._actor,
+            llm or Metered(self._actor, self._meters["critic"]),
             prompts=self._prompts,
             temperature=settings.temperature,
             max_tokens=settings.max_tokens,
@@ -65,7 +81,7 @@ class Roles:
         if settings.mode == "retry":
             return Retry(prompts=self._prompts)
         return Reflector(
-            self._actor,
+            Metered(self._actor, self._meters["reflector"]),
             prompts=self._prompts,
             temperature=actor.temperature,
             max_tokens=settings.max_tokens,
@@ -76,4 +92,5 @@ def prompt_set_name(settings: ModelSettings) -> str:
     """Return the name of a model's template set; ``auto`` is ``brief`` for the tiny model only."""
     if settings.prompts != "auto":
         return settings.prompts
-    return "brief" if settings.name == "tiny" else "full"
+    here = settings.server is None or settings.server.backend in IN_PROCESS
+    return "brief" if settings.name == "tiny" and here else "full"

@@ -59,14 +59,16 @@ def evaluate_run(
 
     Cells in ``store`` are not played again; others are stored as soon as they are finished.
     ``observer`` receives the events of the episodes.
+
+    Raises:
+        BudgetError: the budget of a backend is spent; `finished_cells` has what was played.
     """
     from experiential.training.trainer import Trainer
 
     settings = settings_digest(run.experiment)
     has_bank = run.experiment.extractor.enabled and (run.checkpoint / "bank").is_dir()
     wanted: list[Arm] = [arm for arm in arms if arm == "off" or has_bank]
-    stored = {arm: store.find(cell_name(run.digest, settings, arm)) for arm in wanted}
-    found = {arm: cell for arm, cell in stored.items() if cell is not None}
+    found = finished_cells(run, wanted, store)
     left: tuple[Arm, ...] = tuple(arm for arm in wanted if arm not in found)
     if not left:
         return [found[arm] for arm in wanted]
@@ -83,6 +85,18 @@ def evaluate_run(
         trainer = Trainer(only_evaluation(run.experiment, left), Path(scratch), observer=observe)
         asyncio.run(trainer.aevaluate(run.checkpoint, run.manifest))
     return [found[arm] for arm in wanted]
+
+
+def finished_cells(
+    run: EvaluatedRun, arms: Sequence[Arm], store: ResultStore[Cell]
+) -> dict[Arm, Cell]:
+    """Return the cells of these arms that ``store`` holds."""
+    settings = settings_digest(run.experiment)
+    found: dict[Arm, Cell] = {}
+    for arm in arms:
+        if (cell := store.find(cell_name(run.digest, settings, arm))) is not None:
+            found[arm] = cell
+    return found
 
 
 def only_evaluation(experiment: Experiment, arms: tuple[Arm, ...]) -> Experiment:

@@ -211,6 +211,7 @@ class Runtime(Protocol):
 
 RUNTIMES: dict[str, str | Callable[[Experiment, Policies | None], Runtime]] = {
     "local": "experiential.training.local:InProcessRuntime",
+    "frozen": "experiential.training.frozen:FrozenRuntime",
     "openrlhf": "experiential.training.openrlhf.runtime:ClusterRuntime",
 }
 """Built-in runtimes, imported when chosen."""

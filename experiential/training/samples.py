@@ -8,7 +8,7 @@ would see in a row of its own, and so gets the same gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -174,32 +174,14 @@ class Row:
     samples: tuple[int, ...]
     paths: tuple[tuple[int, ...], ...]
 
-    @property
-    def branched(self) -> bool:
-        """Return whether a path is no prefix of the row; plain causal attention is then wrong."""
-        return any(path[-1] != len(path) - 1 for path in self.paths)
 
-    def layout(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return positions and attention.
-
-        Those are the position of each token in its own sequence, shape (n,), and whether token i
-        attends to token j, itself or earlier on a path, shape (n, n).
-        """
-        n = len(self.tokens)
-        positions, visible = np.zeros(n, dtype=np.int64), np.zeros((n, n), dtype=np.bool_)
-        for path in set(self.paths):
-            positions[list(path)] = np.arange(len(path))
-            visible[np.ix_(path, path)] |= np.tri(len(path), dtype=np.bool_)
-        return positions, visible
-
-
-def pack(samples: Sequence[Sample], *, parity: int = 0) -> list[Row]:
-    """Pack every sample's inputs ``tokens[:last position]`` into rows, longest first.
+def pack(samples: Sequence[Sample], *, limit: int, branching: bool = True) -> list[Row]:
+    """Pack every sample's inputs ``tokens[:last position]`` into rows, longest row first.
 
     Sorted lexicographically, a sequence stands right before its extensions and beside those it
-    shares most with. One that only shares a beginning with its neighbour branches off its row where
-    that computes less than a row of its own, a row of n tokens costing n + n^2 / parity: ``parity``
-    is the length at which attention costs as much as all else; 0 keeps every row unbranched.
+    shares most with, so what two of a row share is computed once. A row has at most ``limit``
+    tokens, or a single sequence and what begins it. Without ``branching`` every row is that, and
+    plain causal attention is right for it.
     """
     members: dict[tuple[int, ...], list[int]] = {}
     for index, sample in enumerate(samples):
@@ -209,12 +191,8 @@ def pack(samples: Sequence[Sample], *, parity: int = 0) -> list[Row]:
     for tokens in sorted(members, reverse=True):
         pairs = enumerate(zip(last, tokens, strict=False))
         shared = next((i for i, (a, b) in pairs if a != b), min(len(last), len(tokens)))
-        joins = bool(rows) and shared == len(tokens)
-        if rows and shared and parity and not joins:
-            width, new = len(rows[-1][0]), len(tokens) - shared
-            grown = new + ((width + new) ** 2 - width**2) / parity
-            joins = grown < len(tokens) + len(tokens) ** 2 / parity
-        if not joins:
+        new = len(tokens) - shared
+        if not rows or new and (not branching or len(rows[-1][0]) + new > limit):
             rows.append(([], [], []))
             shared = 0
         laid, owners, paths = rows[-1]
@@ -226,17 +204,3 @@ def pack(samples: Sequence[Sample], *, parity: int = 0) -> list[Row]:
         last = tokens
     made = (Row(tuple(laid), tuple(owners), tuple(paths)) for laid, owners, paths in rows)
     return sorted(made, key=lambda row: -len(row.tokens))
-
-
-def micro_batches(rows: Sequence[Row], tokens: int) -> Iterator[list[Row]]:
-    """Group consecutive rows within a padded size of ``tokens`` (at least one row each)."""
-    batch: list[Row] = []
-    width = 0
-    for row in rows:
-        width = max(width, len(row.tokens))
-        if batch and width * (len(batch) + 1) > tokens:
-            yield batch
-            batch, width = [], len(row.tokens)
-        batch.append(row)
-    if batch:
-        yield batch

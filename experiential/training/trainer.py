@@ -19,17 +19,17 @@ from typing import Any, Generic, TypeVar
 
 from experiential.bank.folder import FolderBank
 from experiential.bank.manager import ExperienceManager
+from experiential.bank.manager_like import NoBank
 from experiential.bank.protocol import Bank, ForkableBank
 from experiential.config import Experiment
-from experiential.errors import CheckpointError, ExperientialError
+from experiential.errors import BudgetError, CheckpointError, ExperientialError
 from experiential.evaluation.intervals import paired_difference
-from experiential.evaluation.visits import Meters, VisitEvaluator, Visits
+from experiential.evaluation.visits import Meters, VisitEvaluator, Visits, manager_options
 from experiential.llm.base import LLM
 from experiential.llm.metered import Metered
 from experiential.plugins import resolve
 from experiential.rollout import (
     Episode,
-    NoBank,
     Reviewer,
     Rollout,
     TaskSource,
@@ -105,23 +105,31 @@ class Trainer:
                 run, evaluation = self.experiment.run, self.experiment.eval
                 self._begin, step = time.perf_counter(), self._start
                 limit = math.inf if run.minutes is None else self._begin + 60 * run.minutes
-                while step < run.steps and time.perf_counter() <= limit:
-                    await self._step(step)
-                    step += 1
-                    if run.checkpoint_every and step % run.checkpoint_every == 0:
-                        await self._checkpoint(step)
-                    if evaluation.every and step % evaluation.every == 0 and step < run.steps:
-                        await self._evaluate(step)
-                if step < run.steps:
-                    text = f"stopped after step {step} of {run.steps}: run.minutes={run.minutes}"
-                    warning = {"event": "warning", "step": step, "text": f"{text} are over"}
-                    self._metrics.emit(warning)
-                await self._ahead.close()
-                await self._settle()
-                if evaluation.after:
-                    await self._evaluate(step)
-                await self._checkpoint(step)
                 actor, extractor = self.experiment.actor, self.experiment.extractor
+                try:
+                    while step < run.steps and time.perf_counter() <= limit:
+                        await self._step(step)
+                        step += 1
+                        if run.checkpoint_every and step % run.checkpoint_every == 0:
+                            await self._checkpoint(step)
+                        if evaluation.every and step % evaluation.every == 0 and step < run.steps:
+                            await self._evaluate(step)
+                    if step < run.steps:
+                        text = (
+                            f"stopped after step {step} of {run.steps}: run.minutes={run.minutes}"
+                        )
+                        warning = {"event": "warning", "step": step, "text": f"{text} are over"}
+                        self._metrics.emit(warning)
+                    await self._ahead.close()
+                    await self._settle()
+                    if evaluation.after:
+                        await self._evaluate(step)
+                except BudgetError:
+                    # weights that an unfinished step has changed must not be changed by it again
+                    if step == run.steps or not (actor.train or extractor.train):
+                        await self._checkpoint(step)
+                    raise
+                await self._checkpoint(step)
                 if actor.train:
                     await self.actor.export(self.output / "actor")
                 if extractor.enabled and extractor.train and self.extractor is not self.actor:
@@ -212,14 +220,17 @@ class Trainer:
             ) as source:
                 source.fork(folder).close()
         self._bank = stack.enter_context(self._runtime.open_bank(folder))
-        options = settings.bank.model_dump(exclude={"path", "namespace", "embedder", "store"})
+        self._track = ExtractorTrack(self.extractor, self._bank, settings.extractor)
         self._manager = ExperienceManager(
-            self._bank, self._roles.extractor(), seed=settings.seed, **options
+            self._bank,
+            self._roles.extractor(),
+            share_queue=False,
+            on_distillation=self._track.on_distillation,  # also of what a resumed run left
+            seed=settings.seed,
+            **manager_options(settings),
         )
         stack.callback(self._manager.close, drain=None)  # a resumed run goes on with its queue
         self._bank.embedder(["warm up"])  # loads the embedder now and not in the first rollout
-        self._track = ExtractorTrack(self.extractor, self._bank, settings.extractor)
-        self._manager.on_distillation = self._track.on_distillation
 
     def _reviewer(self, llm: LLM | None = None) -> Reviewer | None:
         """Return the judge of retrieved experience, where a method has one."""
@@ -271,6 +282,7 @@ class Trainer:
         }
         for role, policy in self._policies.items():
             event |= {f"{role}_{name}": value for name, value in policy.busy().items()}
+        event |= self._roles.spent()
         for method in self._methods:
             event |= method.event(episodes)
         if self._rollout.close_errors:

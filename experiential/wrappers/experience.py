@@ -4,45 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, Literal, Protocol, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from gymnasium.utils import RecordConstructorArgs
 
-from experiential.agents.prompts import experience_block
+from experiential.bank.episode import Episode, EpisodeOptions, text_of
 from experiential.bank.extractor import Extractor
 from experiential.bank.manager import ExperienceManager
+from experiential.bank.manager_like import ManagerLike
+from experiential.bank.outcome import Score, Success, check_success
 from experiential.bank.protocol import Bank, is_bank
 from experiential.bank.search.where import Filter, Where
+from experiential.bank.text import experience_block
 from experiential.envs.text_env import UnicodeText
-from experiential.errors import BackendError, BankError, EnvError
-from experiential.types import Answer, Condition, Hit, How, Trajectory, Turn, Use, new_id
-from experiential.wrappers.outcome import Success, check_success, known_success
+from experiential.errors import EnvError
+from experiential.types import Hit, How, Trajectory, Use
 
 DRAIN_SECONDS = 60.0
 """Time that a manager built by a wrapper has for distillation when the wrapper is closed."""
-FAILURES = (BackendError, BankError, TimeoutError)
-"""Errors of a bank or its manager at run time; an episode goes on without advice."""
 
 When = Literal["episode", "turn", "both"]
 Inject = Literal["observation", "system", "none"]
 TaskOf = Callable[[str, dict[str, Any]], str]
 """Returns the task of an episode from its first observation and info."""
-
-
-class ManagerLike(Protocol):
-    """Declare the part of ``ExperienceManager`` that wrappers call, with its keyword options.
-
-    The option ``where`` is passed only by wrappers that have a filter.
-    """
-
-    search: Callable[..., list[Hit]]
-    asearch: Callable[..., Any]  # a coroutine; takes lists of queries and of episodes, too
-    submit: Callable[[Trajectory], str | None]
-    ask: Callable[..., Answer]
-    close: Callable[..., None]
 
 
 BankOrManager = Bank | ManagerLike  # a manager schedules the reads and writes of its bank
@@ -105,17 +92,18 @@ class ExperienceWrapper(BankWrapper):
     ``when="turn"`` or ``"both"`` each ``step`` retrieves by task and observation. What was found is
     in ``info["experience"]`` of that call, a list of dicts that is empty when nothing was
     retrieved. An episode that ends is queued as a ``Trajectory``, never distilled inline, and named
-    in ``info["trajectory_id"]``. ``reset(options={"guided": False})`` makes one episode ``FREE``:
-    the bank is not read for it. Options ``guided``, ``group`` and ``policy_version`` are consumed,
-    others reach the environment.
+    in ``info["trajectory_id"]``, and the tokens and cost of an `ActorAgent` with a hosted model and
+    of refined answers in ``info["usage"]``. ``reset(options={"guided": False})`` makes one episode
+    ``FREE``: the bank is not read for it. Options ``guided``, ``group`` and ``policy_version`` are
+    consumed, others reach the environment.
 
     Caveat: only what happens below this wrapper is recorded; put ``TimeLimit`` inside it and
     ``SearchAndAskWrapper`` outside. An episode cut off by an early ``reset`` is counted in
     ``abandoned`` and not submitted. With ``inject="none"`` the hits in info count as used, since
     that is how they reach the actor.
 
-    A vector version exists: ``ExperienceVectorWrapper``. Inside ``AsyncVectorEnv`` give each
-    process its own read-only bank.
+    A vector version exists: ``ExperienceVectorWrapper``. Inside ``AsyncVectorEnv`` every process
+    uses the bank, or the manager, of the process that made it.
 
     >>> import tempfile
     >>> from experiential.bank.bank import ExperienceBank
@@ -141,16 +129,19 @@ class ExperienceWrapper(BankWrapper):
         when: retrieve at ``episode`` start, at every ``turn``, or ``both``.
         inject: prepend the experience to the ``observation``, put it in
             ``info["experience_prompt"]`` (``system``), or ``none``.
-        guided: the condition of episodes whose reset does not say.
+        guided: whether episodes whose reset does not say may see the bank; None lets the manager
+            decide (``free_share``).
         exclude_same_instance: hide entries that were made from the very instance being played, as
             an evaluation must.
         where: show only entries whose kind, task and metadata are so, ``{"tags": "alfworld"}`` (see
             ``Where``); a ``SearchAndAskWrapper`` outside does the same.
         success: whether an episode succeeded: a function of its ``Trajectory`` that returns True,
-            False or None (unknown), or the return from which on it counts. By default
-            ``info["success"]``, ``["is_success"]`` or ``["won"]`` of the last step says so, or a
-            return that reaches the environment's ``reward_threshold``; else it is unknown, and
-            counts neither for nor against an entry.
+            False or None (unknown), the score from which on it counts, a ``Judge``, whom the
+            manager asks in the background, or ``better``: a score above the mean of the earlier
+            episodes of this task. By default ``info["success"]``, ``["is_success"]`` or
+            ``["won"]`` of the last step says so, or a return that reaches the environment's
+            ``reward_threshold``; else it is unknown, and counts neither for nor against an entry.
+        score: how good an episode was: a function of its ``Trajectory``; by default its return.
         task: the query and the task of entries: a function of the first observation and info. By
             default ``info["task"]``, else the first observation.
 
@@ -169,18 +160,19 @@ class ExperienceWrapper(BankWrapper):
         k: int = 1,
         when: When = "episode",
         inject: Inject = "observation",
-        guided: bool = True,
+        guided: bool | None = None,
         exclude_same_instance: bool = False,
         where: Filter | None = None,
         success: Success | None = None,
+        score: Score | None = None,
         task: TaskOf | None = None,
     ) -> None:
         options: dict[str, Any] = {"k": k, "when": when, "inject": inject, "guided": guided}
         options |= {"exclude_same_instance": exclude_same_instance, "where": where}
-        options |= {"success": success, "task": task}
+        options |= {"success": success, "score": score, "task": task}
         super().__init__(env, bank_or_manager=bank_or_manager, extractor=extractor, **options)
         check_retrieval(k, when, inject, where)
-        check_success(success)
+        check_success(success, score, task)
         # the innermost first, since others share its log
         for layer in reversed(list(layers(env))):
             if isinstance(layer, BankWrapper):  # it would submit twice, and read in a FREE episode
@@ -190,7 +182,9 @@ class ExperienceWrapper(BankWrapper):
                 )
         self.k, self.when, self.inject, self.guided = k, when, inject, guided
         self.manager, self._owned = connect(bank_or_manager, extractor)
-        self.log = EpisodeLog(self.manager, exclude_same_instance, where, success, env.spec)
+        each: EpisodeOptions = {"k": k, "success": success, "score": score}
+        each |= {"where": Where.of(where), "exclude_same_instance": exclude_same_instance}
+        self.log = EpisodeLog(self.manager, each, env.spec)
         self._task_of = task
         if inject == "observation":
             self.observation_space = UnicodeText()
@@ -203,8 +197,9 @@ class ExperienceWrapper(BankWrapper):
         self.log.abandon()
         observation, info = self.env.reset(seed=seed, options=rest)
         if self._task_of is not None:
-            info = {**info, "task": str(self._task_of(observation, info))}
-        self.log.episode = Episode(observation, info, seed, **settings)
+            named = self._task_of(observation, info)
+            info = {**info, "task": text_of(named, "task(observation, info)")}
+        self.log.begin(observation, info, seed, settings)
         return self._advise(observation, info, "episode_start")
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -238,18 +233,19 @@ class ExperienceWrapper(BankWrapper):
         episode, hits, error = self.log.episode, list[Hit](), None
         wanted = self.when != ("turn" if how == "episode_start" else "episode")
         if wanted and episode is not None and episode.guided:
-            scope = self.log.scope()
-            try:
-                hits = self.manager.search(episode.query, k=self.k, episode=episode.id, **scope)
-            except FAILURES as failure:
-                error = reason(failure)
-            episode.use(hits, how)
+            error = episode.advise(how)
+            hits = episode.hits
         shown, extra = present(observation, self.inject, hits, error)
         return shown, {**info, **extra}
 
 
 class EpisodeLog:
-    """Follow the episodes of one environment and submit each finished one to the manager.
+    """Run the episodes of one environment, one after the other, and submit each that finishes.
+
+    Args:
+        manager: searched and submitted to.
+        options: of every `Episode`.
+        spec: of the environment; its ``reward_threshold`` may say what a success is.
 
     Attributes:
         episode: the running episode, or None.
@@ -261,27 +257,36 @@ class EpisodeLog:
     needs_outcome = False
 
     def __init__(
-        self,
-        manager: ManagerLike,
-        exclude_same_instance: bool = False,
-        where: Filter | None = None,
-        success: Success | None = None,
-        spec: Any = None,
+        self, manager: ManagerLike, options: EpisodeOptions | None = None, spec: Any = None
     ) -> None:
         self.manager = manager
-        self.where = Where.of(where)
-        self.exclude_same_instance = exclude_same_instance
-        self._success = success
+        self._options: EpisodeOptions = options or {}
         self._threshold: float | None = getattr(spec, "reward_threshold", None)
         self.episode: Episode | None = None
         self.last_trajectory: Trajectory | None = None
         self.abandoned = 0
 
-    def scope(self) -> dict[str, Any]:
-        """Return the arguments of a search that hide entries from the running episode."""
-        instance = self.episode.instance if self.episode and self.exclude_same_instance else ""
-        filtered = {} if self.where is None else {"where": self.where}
-        return {"exclude_instance": instance or None, **filtered}
+    def begin(
+        self,
+        observation: str,
+        info: Mapping[str, Any],
+        seed: int | None,
+        settings: EpisodeOptions | None = None,
+    ) -> Episode:
+        """Start an episode from what ``reset`` gave and `take_settings` took."""
+        options: EpisodeOptions = {**self._options, **(settings or {}), "seed": seed}
+        options["task_id"] = str(info.get("task_id") or "")
+        options["instance"] = str(info.get("instance") or "")
+        self.episode = Episode(
+            self.manager,
+            str(info.get("task") or observation),
+            reward_threshold=self._threshold,
+            # training and evaluation compare success rates, and keep the prompts of the papers
+            return_is_score=not self.needs_outcome,
+            **options,
+        )
+        self.episode.observe(observation)
+        return self.episode
 
     def step(
         self,
@@ -298,7 +303,7 @@ class EpisodeLog:
             the keys to add to info.
         """
         if self.episode is not None:
-            self.episode.record(action, reward, observation, info)
+            self.episode.step(action, reward, observation, info)
         return self.finish(info) if terminated or truncated else {}
 
     def finish(self, info: Mapping[str, Any]) -> dict[str, Any]:
@@ -306,88 +311,42 @@ class EpisodeLog:
         episode, self.episode = self.episode, None
         if episode is None:
             return {}
-        ended = episode.trajectory()
-        won = known_success(ended, info, self._success, self._threshold)
-        if won is None and self.needs_outcome:
+        try:
+            ended = episode.settle(info)
+        except Exception:
+            self.last_trajectory = episode.trajectory
+            if not self.needs_outcome:  # a rollout records its failures itself
+                episode.submit()
+            raise
+        if ended.success is None and self.needs_outcome:
             raise EnvError(
                 "Expected the environment to say at the end whether the episode was a success, got"
                 " no info['success']; set it, or wrap it in TextObservation(success=return)"
             )
-        self.last_trajectory = ended.model_copy(update={"success": won})
-        extra: dict[str, Any] = {"trajectory_id": episode.id}
-        try:
-            self.manager.submit(self.last_trajectory)
-        except FAILURES as error:
-            extra["experience_error"] = reason(error)
-        return extra
+        self.last_trajectory = ended
+        failure = episode.submit()
+        extra: dict[str, Any] = {} if failure is None else {"experience_error": failure}
+        if ended.usage:
+            extra["usage"] = {role: one.model_dump() for role, one in ended.usage.items()}
+        return {"trajectory_id": episode.id, **extra}
 
     def abandon(self) -> None:
         """Cut off the running episode: keep it as ``last_trajectory`` and count it, unsubmitted."""
         episode, self.episode = self.episode, None
         if episode is not None and episode.turns:
-            self.last_trajectory = episode.trajectory(error="abandoned")
+            self.last_trajectory = episode.end(error="abandoned")
             self.abandoned += 1
 
 
-class Episode:
-    """Hold a running episode in plain lists; make a ``Trajectory`` of it when it ends."""
-
-    def __init__(
-        self,
-        observation: str,
-        info: Mapping[str, Any],
-        seed: int | None,
-        *,
-        condition: Condition = Condition.GUIDED,
-        group: str = "",
-        policy_version: int = 0,
-    ) -> None:
-        self.id = new_id()
-        self.seed, self.group, self.policy_version = seed, group, policy_version
-        self.condition, self.guided = condition, condition is Condition.GUIDED
-        self.task = str(info.get("task") or observation)
-        self.task_id = str(info.get("task_id") or "")
-        named = f"{self.task_id or self.task}#{seed}" if seed is not None else ""
-        self.instance = str(info.get("instance") or named)
-        self.observation = observation
-        self.query = self.task  # of a retrieval now: the task, then with the observation
-        self.turns: list[Turn] = []
-        self.uses: list[Use] = []
-        self.reward = 0.0
-
-    def record(self, action: Any, reward: float, observation: str, info: Mapping[str, Any]) -> None:
-        """Add one turn; ``info["withheld"]`` is feedback that the agent was not shown."""
-        turn = Turn(
-            observation=self.observation,
-            action=str(action),
-            reward=reward,
-            feedback=observation,
-            invalid=bool(info.get("invalid", False)),
-            withheld=str(info.get("withheld") or ""),
-        )
-        self.turns.append(turn)
-        self.observation, self.query = observation, f"{self.task}\n{observation}"
-        self.reward += reward
-
-    def use(self, hits: Sequence[Hit], how: How) -> None:
-        """Add the hits that reached the actor now."""
-        self.uses.extend(hit.use(how, episode=self.id, turn=len(self.turns)) for hit in hits)
-
-    def trajectory(self, error: str | None = None) -> Trajectory:
-        """Return the record of this episode so far, its outcome left open."""
-        same = {name: vars(self)[name] for name in Trajectory.model_fields if name in vars(self)}
-        return Trajectory(**same, error=error)
-
-
 def take_settings(
-    options: Mapping[str, Any] | None, guided: bool
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Split reset options into settings of the `Episode` and options meant for the environment."""
+    options: Mapping[str, Any] | None, guided: bool | None
+) -> tuple[EpisodeOptions, dict[str, Any] | None]:
+    """Split reset options into those of the `Episode` and those meant for the environment."""
     rest = dict(options or {})
-    chosen = rest.pop("guided", bool(guided))
-    if not isinstance(chosen, bool | np.bool_):
-        raise TypeError(f"Expected options['guided'] to be True or False, got {chosen!r}")
-    settings: dict[str, Any] = {"condition": Condition.GUIDED if chosen else Condition.FREE}
+    chosen: object = rest.pop("guided", guided)
+    if not isinstance(chosen, bool | np.bool_ | None):
+        raise TypeError(f"Expected options['guided'] to be True, False or None, got {chosen!r}")
+    settings: EpisodeOptions = {"guided": None if chosen is None else bool(cast("Any", chosen))}
     settings["group"] = str(rest.pop("group", ""))
     settings["policy_version"] = int(rest.pop("policy_version", 0))
     return settings, None if options is None else rest
@@ -433,11 +392,6 @@ def connect(
             " ExperienceManager(bank, extractor)"
         )
     return cast("ManagerLike", bank_or_manager), False
-
-
-def reason(error: BaseException) -> str:
-    """Return one line that names a failure."""
-    return f"{type(error).__name__}: {error}"
 
 
 def layers(env: gym.Env[Any, Any]) -> Iterator[gym.Env[Any, Any]]:

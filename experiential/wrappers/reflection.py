@@ -10,11 +10,12 @@ import gymnasium as gym
 import numpy as np
 
 from experiential.agents.reflector import Reflection, ReflectionMemory, passes
+from experiential.bank.episode import FAILURES, reason
+from experiential.bank.manager_like import NoBank
 from experiential.envs.text_env import UnicodeText
 from experiential.errors import EnvError
 from experiential.types import Trajectory
-from experiential.wrappers.experience import FAILURES, Episode, TextWrapper, reason, require_choice
-from experiential.wrappers.outcome import known_success
+from experiential.wrappers.experience import EpisodeLog, TextWrapper, require_choice
 
 Inject = Literal["observation", "system"]
 _INSTANCE = ("instance", "task_id", "task")
@@ -109,7 +110,7 @@ class ReflectionWrapper(TextWrapper):
         self._random = np.random.default_rng()
         self._again: dict[str, Any] = {}
         self._names: tuple[Any, ...] = ()
-        self._episode: Episode | None = None
+        self._log = EpisodeLog(NoBank(), {"guided": True})
         self._attempt: dict[str, Any] = {}  # the keys that this wrapper adds to info
         self._reflection: Reflection | None = None
         self.observation_space = UnicodeText()
@@ -125,7 +126,7 @@ class ReflectionWrapper(TextWrapper):
         self._reflection = None
         observation, info = self.env.reset(**deepcopy(self._again))
         self._names = _instance(observation, info)
-        self._episode = Episode(observation, info, drawn)
+        self._log.begin(observation, info, drawn)
         self._attempt = {"attempt": 1}
         return observation, {**info, **self._attempt}
 
@@ -136,24 +137,21 @@ class ReflectionWrapper(TextWrapper):
             EnvError: the environment came back with another instance.
         """
         observation, reward, terminated, truncated, info = self.env.step(action)
-        reward, episode = float(reward), self._episode
-        if episode is not None:
-            episode.record(action, reward, observation, info)
-            if terminated or truncated:
-                self._episode = None
-                attempt = episode.trajectory()
-                attempt = attempt.model_copy(update={"success": known_success(attempt, info)})
-                if self._attempt["attempt"] == 1 and attempt.reward < self.threshold:
-                    shown, fresh = self._second(attempt)
-                    fresh |= {"final_observation": observation, "final_info": info}
-                    return shown, reward, False, False, fresh
-                text = self._reflection.text if self._reflection is not None else None
-                passed = passes(attempt.reward, self.threshold)
-                if self.memory is not None and text is not None and passed:
-                    try:
-                        self.memory.keep(text, attempt)
-                    except FAILURES as error:
-                        self._attempt["reflection_error"] = reason(error)
+        reward, is_running = float(reward), self._log.episode is not None
+        self._log.step(action, reward, observation, terminated, truncated, info)
+        attempt = self._log.last_trajectory
+        if is_running and (terminated or truncated) and attempt is not None:
+            if self._attempt["attempt"] == 1 and attempt.reward < self.threshold:
+                shown, fresh = self._second(attempt)
+                fresh |= {"final_observation": observation, "final_info": info}
+                return shown, reward, False, False, fresh
+            text = self._reflection.text if self._reflection is not None else None
+            passed = passes(attempt.reward, self.threshold)
+            if self.memory is not None and text is not None and passed:
+                try:
+                    self.memory.keep(text, attempt)
+                except FAILURES as error:
+                    self._attempt["reflection_error"] = reason(error)
         return observation, reward, terminated, truncated, {**info, **self._attempt}
 
     def _second(self, first: Trajectory) -> tuple[str, dict[str, Any]]:
@@ -173,7 +171,7 @@ class ReflectionWrapper(TextWrapper):
         more = {"attempt": 2, "first_return": first.reward, "reflection": reflection.text}
         if reflection.reason is not None:
             more["reflection_error"] = reflection.reason
-        self._episode = Episode(observation, info, self._again["seed"])
+        self._log.begin(observation, info, self._again["seed"])
         self._attempt = more
         block = reflection.block or ""
         if self.inject == "observation":

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
 from copy import deepcopy
-from typing import Any, cast
+from typing import Any
 
 import gymnasium as gym
 
-from experiential.agents.prompts import numbered, principle_text
+from experiential.agents.prompts import principle_text
+from experiential.bank.ask_tool import AskTool, query_in
+from experiential.bank.episode import EpisodeOptions
+from experiential.bank.messages import json_fields
+from experiential.bank.outcome import Score, Success, check_success
 from experiential.envs.text_env import UnicodeText
-from experiential.types import Hit
 from experiential.wrappers.experience import (
-    FAILURES,
     BankOrManager,
     BankWrapper,
-    Episode,
     EpisodeLog,
     ExperienceWrapper,
     connect,
     layers,
     present,
-    reason,
     take_settings,
 )
-from experiential.wrappers.outcome import Success, check_success
 
 PATIENCE = 8
 """Refused calls in a row that truncate an episode, so that an agent that only calls still ends."""
@@ -37,6 +34,9 @@ _CONTEXT = ("task", "task_id", "instance", "admissible")
 
 class SearchAndAskWrapper(BankWrapper):
     """Answer ``<search_and_ask>question</search_and_ask>`` from the bank instead of a step.
+
+    The info of the reset of a guided episode offers the call in ``info["tools"]``, so that an
+    `ActorAgent` with a hosted model makes it as a tool call.
 
     The last tag of an action counts, whatever its case; a tool call as JSON text or mapping does
     too: ``{"name": "search_and_ask", "arguments": {"query": "…"}}``. The observation becomes the
@@ -82,8 +82,8 @@ class SearchAndAskWrapper(BankWrapper):
         offer: while calls are left in a guided episode, add a call with the task as its question to
             ``info["admissible"]``, where the environment names admissible actions, so that an actor
             that may only choose can choose to ask.
-        exclude_same_instance, success: as for ``ExperienceWrapper``, which decides where there is
-            one.
+        exclude_same_instance, success, score: as for ``ExperienceWrapper``, which decides where
+            there is one.
 
     Raises:
         TypeError: the environment does not give text, or ``bank`` is neither bank nor manager.
@@ -104,14 +104,16 @@ class SearchAndAskWrapper(BankWrapper):
         offer: bool = False,
         exclude_same_instance: bool = False,
         success: Success | None = None,
+        score: Score | None = None,
     ) -> None:
-        check_success(success)
+        check_success(success, score)
         options: dict[str, Any] = {"refine": refine, "k": k, "offer": offer}
-        options |= {"exclude_same_instance": exclude_same_instance, "success": success}
+        options |= {"exclude_same_instance": exclude_same_instance}
+        options |= {"success": success, "score": score}
         options["repeat_observation"] = repeat_observation
         super().__init__(env, max_calls=max_calls, tag=tag, bank=bank, **options)
-        if max_calls < 1:
-            raise ValueError(f"Expected max_calls to be positive, got {max_calls}")
+        show = None if refine else principle_text
+        self._tool = AskTool(None, name=tag, max_calls=max_calls, show=show, k=k)
         if k is not None and k < 1:
             raise ValueError(f"Expected k to be None or positive, got {k}")
         if not _NAME.fullmatch(tag):
@@ -119,14 +121,16 @@ class SearchAndAskWrapper(BankWrapper):
                 f"Expected tag to be a name of letters, digits, '_' and '-', got {tag!r}"
             )
         self.max_calls, self.tag, self._repeat = max_calls, tag, repeat_observation
-        self._refines, self._k, self._offers = refine, k, offer
+        self._refines, self._offers = refine, offer
         below = next((one.log for one in layers(env) if isinstance(one, ExperienceWrapper)), None)
         self._records = below is None  # else the wrapper below does
         if below is not None and bank is None:
             self.log = below
         elif below is None and bank is not None:
             manager, self._owned = connect(bank, None)
-            self.log = EpisodeLog(manager, exclude_same_instance, None, success, env.spec)
+            each: EpisodeOptions = {"success": success, "score": score}
+            each["exclude_same_instance"] = exclude_same_instance
+            self.log = EpisodeLog(manager, each, env.spec)
         else:
             got = "neither" if bank is None else "both"
             raise ValueError(
@@ -134,7 +138,7 @@ class SearchAndAskWrapper(BankWrapper):
             )
         name = re.escape(tag)
         self._pattern = re.compile(rf"<{name}>(.*?)</{name}>", re.DOTALL | re.IGNORECASE)
-        self._calls = self._refused = self._turns = 0
+        self._refused = self._turns = 0
         self._observation, self._context = "", dict[str, Any]()
         self.observation_space = UnicodeText()
         text = isinstance(env.action_space, UnicodeText)  # it holds calls, and keeps its samples
@@ -144,22 +148,26 @@ class SearchAndAskWrapper(BankWrapper):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
         """Start an episode with all calls left; consume the options of ``ExperienceWrapper``."""
-        self._calls = self._refused = self._turns = 0
+        self._refused = self._turns = 0
         if self._records:
-            settings, rest = take_settings(options, True)
+            settings, rest = take_settings(options, None)
             self.log.abandon()
             observation, info = self.env.reset(seed=seed, options=rest)
-            self.log.episode = Episode(observation, info, seed, **settings)
+            self.log.begin(observation, info, seed, settings)
         else:
             observation, info = self.env.reset(seed=seed, options=options)
-        return observation, self._seen(observation, info)
+        self._tool.calls = 0
+        info = self._seen(observation, info)
+        if self.log.episode is not None and self.log.episode.guided:
+            info = {**info, "tools": [*info.get("tools", ()), self.tool_schema()]}
+        return observation, info
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Answer a call, or step the environment with any other action."""
         query = self.query_of(action)
         self._turns += 1
         if query is not None:
-            return self._answer(query)
+            return self._answer(query, action)
         self._refused = 0
         observation, reward, terminated, truncated, info = self.env.step(action)
         reward = float(reward)
@@ -170,14 +178,7 @@ class SearchAndAskWrapper(BankWrapper):
 
     def tool_schema(self) -> dict[str, Any]:
         """Return the call as an OpenAI tool, for models that call tools instead of writing tags."""
-        asks = "Ask what was learnt in earlier episodes."
-        wants = "Your situation, what you tried, and what you need to know."
-        limits = f"At most {self.max_calls} answers per episode; costs no move."
-        query = {"query": {"type": "string", "description": wants}}
-        given = {"type": "object", "properties": query, "required": ["query"]}
-        called: dict[str, Any] = {"name": self.tag, "description": f"{asks} {limits}"}
-        called["parameters"] = {**given, "additionalProperties": False}
-        return {"type": "function", "function": called}
+        return self._tool.schema
 
     def query_of(self, action: Any) -> str | None:
         """Return the question in an action, or None when the action is not a call."""
@@ -186,12 +187,12 @@ class SearchAndAskWrapper(BankWrapper):
                 return str(found[-1]).strip()
             if self.tag not in action or "{" not in action:
                 return None
-        fields = _fields(action)
+        fields = json_fields(action)
         call = fields.get("function", fields)
-        call = _fields("" if isinstance(call, str) else call)
+        call = json_fields("" if isinstance(call, str) else call)
         if call.get("name") != self.tag:
             return None
-        return str(_fields(call.get("arguments", {})).get("query") or "").strip()
+        return query_in(call.get("arguments"))
 
     def call(self, query: str) -> str:
         """Return the action that asks ``query``."""
@@ -202,76 +203,39 @@ class SearchAndAskWrapper(BankWrapper):
 
         A call is offered among the admissible actions if it would be answered.
         """
+        self._tool.episode = self.log.episode  # a wrapper between may have begun another
         self._observation = observation
         self._context = {key: info[key] for key in _CONTEXT if key in info}
-        episode = self.log.episode if self._offers and self._calls < self.max_calls else None
-        if episode is None or not episode.guided or "admissible" not in info:
+        episode = self.log.episode if self._offers and self._tool.calls_left else None
+        if episode is None or "admissible" not in info:
             return info
         return {**info, "admissible": [*info["admissible"], self.call(episode.task)]}
 
-    def _answer(self, query: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def _answer(self, query: str, action: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
         episode = self.log.episode
         if episode is None:
             raise gym.error.ResetNeeded("Expected reset() before this step: no episode is running")
-        refusal, failure, hits = "", None, list[Hit]()
-        ending: dict[str, Any] = {}
-        if not episode.guided:
-            refusal = "not available"
-        elif not query:
-            refusal = f"The question is empty. Write it between <{self.tag}> and </{self.tag}>."
-        elif self._calls >= self.max_calls:
-            refusal = f"No calls left: all {self.max_calls} of this episode are used."
-            refusal += " Continue with an action."
-        truncated = False
-        if refusal:
-            text = refusal
-            self._refused += 1
-            if truncated := self._refused >= PATIENCE:
-                ending = self.log.finish({})
-        else:
-            self._calls += 1
-            self._refused = 0
-            try:
-                hits, texts = self._found(query, episode)
-                text = numbered(texts) if texts else "Nothing found."
-            except FAILURES as error:
-                text, failure = "The search failed.", reason(error)
-        observation = f"<search_result>\n{text}\n</search_result>"
+        tagged = isinstance(action, str) and "<" in action
+        form = f"between <{self.tag}> and </{self.tag}>" if tagged else 'as {"query": "…"}'
+        episode.spend("actor", getattr(action, "usage", None))
+        reply = self._tool.reply(query, form)
+        self._refused = self._refused + 1 if reply.is_refused else 0
+        truncated = self._refused >= PATIENCE
+        ending = self.log.finish({}) if truncated else {}
+        observation = reply.block
         if self._repeat:
             observation += f"\n\n{self._observation}"
-        _, found = present(observation, "none", hits, failure)
-        left = self.max_calls - self._calls if episode.guided else 0
-        hit = found["experience"][0] if hits else None
+        _, found = present(observation, "none", reply.hits, reply.error)
+        hit = found["experience"][0] if reply.hits else None
         if self._refines:  # the refined text is shown, not the entry
             found["experience"] = []
-        call = {"query": query, "calls_left": left, "hit": hit, "turn": self._turns}
+        call = {
+            "query": query,
+            "calls_left": self._tool.calls_left,
+            "hit": hit,
+            "turn": self._turns,
+        }
         # a copy, so that who changes this info changes no later one
         context = deepcopy(self._seen(self._observation, self._context))
         info = context | found | ending | {"search_and_ask": call}
         return observation, 0.0, False, truncated, info
-
-    def _found(self, query: str, episode: Episode) -> tuple[list[Hit], list[str]]:
-        """Ask the bank; return the hits and the texts to show, and credit the episode with them."""
-        turn, scope = len(episode.turns), self.log.scope()
-        if not self._refines:
-            hits = self.log.manager.search(query, k=self._k, episode=episode.id, **scope)
-            texts = [principle_text(hit.experience) for hit in hits]
-            episode.use(hits, "search_and_ask")
-            return hits, texts
-        answer = self.log.manager.ask(query, turn=turn, episode=episode.id, **scope)
-        if answer.text is None:
-            return [], []
-        if answer.use:
-            where = {"how": "search_and_ask", "episode": episode.id, "turn": turn}
-            episode.uses.append(answer.use.model_copy(update=where))
-        return [answer.hit] if answer.hit is not None else [], [answer.text]
-
-
-def _fields(value: Any) -> Mapping[str, Any]:
-    """Return a mapping, or the JSON object from the first to the last brace of a text; else {}."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value[value.find("{") : value.rfind("}") + 1])
-        except ValueError:
-            return {}
-    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}

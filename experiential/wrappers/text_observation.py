@@ -12,9 +12,20 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.utils import RecordConstructorArgs
 
+from experiential.bank.episode import finite
+from experiential.bank.outcome import (
+    KEYS,
+    OutcomeJudge,
+    Score,
+    Success,
+    check_success,
+    concluded,
+    judged,
+    said_in,
+)
 from experiential.envs.action_text import tagged_action
 from experiential.envs.text_env import UnicodeText
-from experiential.wrappers.outcome import check_success, said_in
+from experiential.types import Trajectory, Turn
 
 Array = np.ndarray[Any, Any]
 Render = Callable[[Any, dict[str, Any]], str]
@@ -33,8 +44,9 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
     the text, or its last line, whatever the case. ``info["task"]`` and ``info["admissible"]`` say
     what is asked and what is legal; ``task_id``, ``instance``, ``success``, ``invalid`` and
     ``feedback`` are as in the environments of this package. ``success`` is the environment's own,
-    its ``is_success`` or ``won``, or what the argument says of the return; where nothing says it,
-    the key is left out. By default ``instance`` is the environment's id and seed.
+    its ``is_success`` or ``won``, or what the argument says; where nothing says it, the key is left
+    out. ``score`` at the end is what the argument gives. By default ``instance`` is the
+    environment's id and seed.
 
     Caveat: an unknown action does not step the environment, but it uses a turn: the same
     observation comes back with a line that names the legal actions, reward 0 and
@@ -65,7 +77,11 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
         instruction: the task in words, or a function of the first observation and info. When empty
             it is the environment's own ``info["task"]``, the text under ``mission``, ``goal`` or
             ``instruction`` of an observation that is a dict, or the environment's id.
-        success: the return from which on an episode is a success.
+        success: the return from which on an episode is a success, a function of its ``Trajectory``
+            that returns True, False or None (unknown), or a ``Judge``, for whom the last step
+            waits; give it to the wrapper that records the episode, and a manager asks it meanwhile.
+        score: how good an episode was: a function of its ``Trajectory``. The wrapper that records
+            the episode takes it from ``info["score"]``; by default the score is the return.
         max_turns: turns, invalid ones included, after which an episode is truncated; None takes the
             limit of the environment's specification, if it has one.
 
@@ -81,22 +97,24 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
         actions: Sequence[str] | Mapping[str, Any] | None = None,
         instruction: str | Callable[[Any, dict[str, Any]], str] = "",
         *,
-        success: float | None = None,
+        success: Success | None = None,
+        score: Score | None = None,
         max_turns: int | None = None,
     ) -> None:
         options: dict[str, Any] = {"render": render, "actions": actions, "max_turns": max_turns}
-        options |= {"instruction": instruction, "success": success}
+        options |= {"instruction": instruction, "success": success, "score": score}
         RecordConstructorArgs.__init__(self, _disable_deepcopy=True, **options)
         cast("Any", gym.Wrapper).__init__(self, env)
         if max_turns is not None and max_turns < 1:
             raise ValueError(f"Expected max_turns to be positive, got {max_turns}")
-        if callable(success):
-            raise TypeError(
-                "Expected success to be a return or None, got a function; give it to the wrapper"
-                " that records the episode"
+        check_success(success, score)
+        if success == "better":
+            raise ValueError(
+                "Expected success to be a return, a function or a Judge, got 'better', which a bank"
+                " says; give it to the wrapper that records the episode"
             )
-        check_success(success)
-        self._render, self._instruction, self._success = render, instruction, success
+        self._render, self._instruction = render, instruction
+        self._success, self._score = success, score
         self._actions = action_table(env.action_space, actions)
         self._lookup = {" ".join(name.casefold().split()): name for name in self._actions or ()}
         if self._actions is not None and len(self._lookup) < len(self._actions):
@@ -105,6 +123,7 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
             )
         self._max_turns = max_turns or (env.spec.max_episode_steps if env.spec else None)
         self._turns, self._text, self._task = 0, "", ""
+        self._play: list[Turn] = []  # for a rule that reads the episode
         self._id = self.env.spec.id if self.env.spec else type(self.env.unwrapped).__name__
         self._seed, self._episodes, self._return = secrets.token_hex(4), 0, 0.0
         self._over = True
@@ -116,7 +135,7 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
     ) -> tuple[str, dict[str, Any]]:
         """Start an episode."""
         observation, info = self.env.reset(seed=seed, options=options)
-        self._turns, self._return, self._over = 0, 0.0, False
+        self._turns, self._play, self._return, self._over = 0, [], 0.0, False
         self._episodes = self._episodes + 1 if seed is None else 0
         self._seed = self._seed if seed is None else str(seed)
         self._task = self._task_of(observation, info)
@@ -145,16 +164,26 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
         else:
             legal = ", ".join(self._actions)
             complaint = f"{said[:80]!r} is not a legal action. Legal actions: {legal}."
-            self._over = late
+            self._over, shown = late, f"{self._text}\n{complaint}"
+            self._note(said, 0.0, self._text, shown, invalid=True)
             info = self._annotated({"feedback": complaint, "invalid": True}, ended=late)
-            return f"{self._text}\n{complaint}", 0.0, False, late, info
+            return shown, 0.0, False, late, info
         observation, reward, terminated, truncated, info = self.env.step(chosen)
-        self._text = self._describe(observation, info)
+        before, self._text = self._text, self._describe(observation, info)
+        self._note(said, float(reward), before, self._text)
         truncated = bool(truncated or (late and not terminated))
         self._return += float(reward)
         self._over = bool(terminated) or truncated
         info = self._annotated(info, ended=self._over)
         return self._text, float(reward), bool(terminated), truncated, info
+
+    def _note(
+        self, action: str, reward: float, seen: str, result: str, *, invalid: bool = False
+    ) -> None:
+        """Keep one turn, if a rule is to read the episode."""
+        if self._score or not (self._success is None or isinstance(self._success, int | float)):
+            turn = Turn(observation=seen, action=action, reward=reward, feedback=result)
+            self._play.append(turn.model_copy(update={"invalid": invalid}))
 
     def _describe(self, observation: Any, info: dict[str, Any]) -> str:
         if self._render is not None:
@@ -177,10 +206,27 @@ class TextObservation(gym.Wrapper[str, str, Any, Any], RecordConstructorArgs):
         known = {"task_id": self._id, "instance": f"{self._id}#{self._seed}{again}", "feedback": ""}
         copied: dict[str, Any] = known | snapshot(info)
         copied["task"] = self._task
-        said = said_in(copied)
-        if self._success is not None:
-            copied["success"] = ended and self._return >= self._success
-        elif said is not None:
+        rule, said = self._success, None
+        run = Trajectory(
+            task=self._task,
+            task_id=str(copied["task_id"]),
+            instance=str(copied["instance"]),
+            turns=tuple(self._play),
+            reward=self._return,
+        )
+        if self._score is not None and ended:
+            copied["score"] = finite(self._score(run), "score(trajectory)")
+            run = run.model_copy(update={"score": copied["score"]})
+        if rule is not None and ended:
+            is_judge = isinstance(rule, OutcomeJudge)
+            run = judged(run, rule) if is_judge else concluded(run, copied, rule)
+            copied = {key: value for key, value in copied.items() if key not in KEYS}
+            said = run.success  # the rule comes first, also where it cannot tell
+        elif isinstance(rule, int | float):
+            said = False
+        elif rule is None:
+            said = said_in(copied)
+        if said is not None:
             copied["success"] = said
         copied["invalid"] = bool(copied.get("invalid", False))
         if self._actions is not None:

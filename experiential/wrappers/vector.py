@@ -11,17 +11,17 @@ from gymnasium.utils import RecordConstructorArgs
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
+from experiential.bank.episode import Episode, EpisodeOptions, text_of
 from experiential.bank.extractor import Extractor
 from experiential.bank.manager import ExperienceManager
-from experiential.bank.search.where import Filter
+from experiential.bank.outcome import KEYS, Score, Success, check_success
+from experiential.bank.search.where import Filter, Where
 from experiential.envs.text_env import UnicodeText
-from experiential.sync import shared_loop
+from experiential.sync import attempted, shared_loop
 from experiential.types import Hit, How, Trajectory
 from experiential.wrappers.experience import (
     DRAIN_SECONDS,
-    FAILURES,
     BankOrManager,
-    Episode,
     EpisodeLog,
     Inject,
     LiveArguments,
@@ -30,11 +30,9 @@ from experiential.wrappers.experience import (
     check_retrieval,
     connect,
     present,
-    reason,
     require_text,
     take_settings,
 )
-from experiential.wrappers.outcome import KEYS, Success, check_success
 
 _SETTINGS = ("guided", "group", "policy_version")
 _READ = ("task", "task_id", "instance", "invalid", *KEYS)
@@ -71,10 +69,9 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
 
     Args:
         env: a vector environment with text observations.
-        bank_or_manager, extractor, k, when, inject, exclude_same_instance, where, success, task: as
-            for
-            ``ExperienceWrapper``.
-        guided: the condition of episodes whose reset does not say, for all or one per environment.
+        bank_or_manager, extractor, k, when, inject, exclude_same_instance, where, success, score,
+            task: as for ``ExperienceWrapper``.
+        guided: as there, for all or one per environment.
 
     Raises:
         TypeError: the environment does not give text, or the second argument is neither bank nor
@@ -92,15 +89,16 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
         k: int = 1,
         when: When = "episode",
         inject: Inject = "observation",
-        guided: bool | Sequence[bool] = True,
+        guided: bool | None | Sequence[bool | None] = None,
         exclude_same_instance: bool = False,
         where: Filter | None = None,
         success: Success | None = None,
+        score: Score | None = None,
         task: TaskOf | None = None,
     ) -> None:
         options: dict[str, Any] = {"k": k, "when": when, "inject": inject, "guided": guided}
         options |= {"exclude_same_instance": exclude_same_instance, "where": where}
-        options |= {"success": success, "task": task}
+        options |= {"success": success, "score": score, "task": task}
         options |= {"bank_or_manager": bank_or_manager, "extractor": extractor}
         RecordConstructorArgs.__init__(self, _disable_deepcopy=True, **options)
         self._saved_kwargs = LiveArguments(self._saved_kwargs)
@@ -117,14 +115,13 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
                 " shared_memory=True, which loses it"
             )
         check_retrieval(k, when, inject, where)
-        check_success(success)
+        check_success(success, score, task)
         self.k, self.when, self.inject = k, when, inject
         self.guided = _one_each("guided", guided, env.num_envs)
         self.manager, self._owned = connect(bank_or_manager, extractor)
-        self.logs = [
-            EpisodeLog(self.manager, exclude_same_instance, where, success, env.spec)
-            for _ in range(env.num_envs)
-        ]
+        each: EpisodeOptions = {"k": k, "success": success, "score": score}
+        each |= {"where": Where.of(where), "exclude_same_instance": exclude_same_instance}
+        self.logs = [EpisodeLog(self.manager, each, env.spec) for _ in range(env.num_envs)]
         self._task_of = task
         self._mode = AutoresetMode(env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
         self._waiting = np.zeros(env.num_envs, dtype=np.bool_)
@@ -156,7 +153,7 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
             seeds = seed
         for i in started:
             info = self._started(observations[i], infos, i)
-            self.logs[i].episode = Episode(observations[i], info, seeds[i], **settings[i])
+            self.logs[i].begin(observations[i], info, seeds[i], settings[i])
             self._waiting[i] = False
         return self._advise(observations, infos, started, [])
 
@@ -183,7 +180,7 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
         for i in started:
             settings, _ = take_settings(None, self.guided[i])
             info = self._started(observations[i], infos, i)
-            self.logs[i].episode = Episode(observations[i], info, None, **settings)
+            self.logs[i].begin(observations[i], info, None, settings)
         shown, infos = self._advise(observations, infos, started, stepped)
         return shown, rewards, terminated, truncated, infos
 
@@ -191,7 +188,7 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
         """Return the first info of an episode, with the task that the caller's function names."""
         info = info_of(infos, i)
         if self._task_of is not None:
-            info["task"] = str(self._task_of(observation, info))
+            info["task"] = text_of(self._task_of(observation, info), "task(observation, info)")
         return info
 
     def close(self, **kwargs: Any) -> None:
@@ -228,14 +225,12 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
             if episode is not None and episode.guided:
                 rows.append((i, episode, how))
         advice: dict[int, tuple[Sequence[Hit], str | None]] = {}
-        try:
-            found = shared_loop().run(self._search(rows)) if rows else {}
-        except FAILURES as failure:
-            advice = {i: ((), reason(failure)) for i, _, _ in rows}
-        else:
-            for i, episode, how in rows:
-                episode.use(found[i], how)
-                advice[i] = found[i], None
+        found: dict[int, list[Hit]] | Exception = {}
+        if rows:
+            found = attempted(shared_loop().run, self._search(rows))
+        for i, episode, how in rows:
+            error = episode.advised(found if isinstance(found, Exception) else found[i], how)
+            advice[i] = episode.hits, error
         shown = list(observations)
         for i, observation in enumerate(observations):
             shown[i], extra = present(observation, self.inject, *advice.get(i, ((), None)))
@@ -246,13 +241,12 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
         """Search once per hidden instance; the manager's micro-batch joins concurrent calls."""
         groups: dict[str | None, list[tuple[int, Episode, How]]] = {}
         for row in rows:
-            groups.setdefault(self.logs[row[0]].scope()["exclude_instance"], []).append(row)
+            groups.setdefault(row[1].scope()["exclude_instance"], []).append(row)
         calls = [
             self.manager.asearch(
                 [episode.query for _, episode, _ in group],
                 k=self.k,
-                episode=[episode.id for _, episode, _ in group],
-                **self.logs[group[0][0]].scope(),
+                **group[0][1].scope(),
             )
             for group in groups.values()
         ]

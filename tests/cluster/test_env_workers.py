@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 
 from experiential.agents.actor import ActorAgent
+from experiential.bank.manager_like import NoBank
 from experiential.config import ClusterSettings, EnvSettings
 from experiential.errors import EnvError, ExperientialError, MissingExtraError
 from experiential.llm.scripted import ScriptedLLM
-from experiential.rollout import Episode, Job, NoBank, Rollout, Task, make_env
+from experiential.rollout import Episode, Job, Rollout, Task, make_env
 from experiential.training.openrlhf.env_workers import EnvWorkers
 from experiential.training.openrlhf.supervisor import joined_ray
 from experiential.types import Condition, Message

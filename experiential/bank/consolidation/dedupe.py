@@ -79,7 +79,7 @@ def find(
 def comparable(
     entries: Iterable[Experience], threshold: float, *, across_tasks: bool = False
 ) -> list[list[Experience]]:
-    """Group entries by kind, and by task unless ``across_tasks``; leave out lone ones.
+    """Group entries by kind, and by task unless ``across_tasks``; leave out lone and proposed ones.
 
     Raises:
         ValueError: the threshold is not in (0, 1].
@@ -88,7 +88,9 @@ def comparable(
         raise ValueError(f"Expected a threshold above 0 and up to 1, got {threshold}")
     groups: dict[tuple[str | None, str], list[Experience]] = {}
     for entry in entries:
-        groups.setdefault((None if across_tasks else entry.task, entry.kind), []).append(entry)
+        if not entry.proposed:
+            task = None if across_tasks else entry.task
+            groups.setdefault((task, entry.kind), []).append(entry)
     return [group for group in groups.values() if len(group) > 1]
 
 

@@ -1,1 +1,1 @@
-"""Judge entries by the outcomes of their uses: counters, uplift, trust."""
+"""Judge entries by the outcomes of their uses: counters, uplift, standing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from experiential.bank.storage.journal import Journal
@@ -10,6 +10,15 @@ from experiential.types import Condition, Statistics, Trajectory, Use
 
 Ancestor = tuple[str, int]
 """An entry id and a version."""
+Seen = tuple[str, int, float]
+"""An entry id, a version, and its relevance to the query by which an actor saw it."""
+_EPISODES = """
+    SELECT id, json_extract(record, '$.task'), success FROM trajectories
+    WHERE namespace = ? AND error IS NULL ORDER BY rowid"""
+_SEEN = """
+    SELECT trajectory, experience, version, json_extract(record, '$.score') FROM uses
+    WHERE namespace = ? AND COALESCE(json_extract(record, '$.verdict'), '') <> 'reject'
+    ORDER BY rowid"""
 
 
 def lineage(
@@ -40,6 +49,17 @@ def total(statistics: Iterable[Statistics]) -> Statistics:
     )
 
 
+def seen_in(trajectory: Trajectory) -> list[Seen]:
+    """Return the uses in which the actor saw an entry: none in a free episode."""
+    if trajectory.condition is Condition.FREE:
+        return []
+    return [
+        (use.experience_id, use.experience_version, use.score)
+        for use in trajectory.uses
+        if use.verdict != "reject"
+    ]
+
+
 @dataclass(frozen=True, eq=False)
 class Ledger:
     """Journal outcomes, uses and counters of one namespace, inside ``Journal.transaction``."""
@@ -47,8 +67,34 @@ class Ledger:
     journal: Journal
     namespace: str
 
-    def record(self, trajectory: Trajectory, commit: int) -> list[Use]:
+    def compared(self, trajectory: Trajectory) -> Trajectory:
+        """Return a trajectory with the baseline of its task, and count its score into the next.
+
+        The baseline is the mean score of the episodes recorded before, of one ``task_id``, or of
+        one task in words where there is none. Where the outcome is ``relative``, it is filled in.
+        """
+        if trajectory.score is None or trajectory.error is not None:
+            return trajectory
+        task = trajectory.task_id or trajectory.task
+        statement = "SELECT episodes, total FROM scores WHERE namespace = ? AND task = ?"
+        known = self.journal.rows(statement, self.namespace, task)
+        episodes, total = known[0] if known else (0, 0.0)
+        statement = "INSERT OR REPLACE INTO scores VALUES (?, ?, ?, ?)"
+        after = (episodes + 1, total + trajectory.score)
+        self.journal.run(statement, self.namespace, task, *after)
+        baseline = total / episodes if episodes else None
+        compared = trajectory.model_copy(update={"baseline": baseline})
+        if not trajectory.relative:
+            return compared
+        return compared.model_copy(update={"success": compared.better})
+
+    def record(self, trajectory: Trajectory, commit: int, *, again: bool = False) -> list[Use]:
         """Journal the outcome of a trajectory and every use in it.
+
+        Args:
+            trajectory: the episode.
+            commit: the commit that says the outcome.
+            again: replace what was journalled of it, because its outcome is known only now.
 
         Returns:
             the uses that are evidence about their entries. There are none in a free episode, in
@@ -56,8 +102,10 @@ class Ledger:
             the actor rejected does not count, because its entry was not in the prompt.
         """
         success = None if trajectory.success is None else int(trajectory.success)
+        # A replaced row gets a new number, so that those who read on from the last row see it.
+        first, further = ("INSERT OR REPLACE",) * 2 if again else ("INSERT", "INSERT OR IGNORE")
         self.journal.run(
-            "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            f"{first} INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             self.namespace,
             trajectory.id,
             commit,
@@ -76,11 +124,19 @@ class Ledger:
             )
             used = (use.id, trajectory.id, use.experience_id, use.experience_version)
             known = (success if is_evidence else None, use.model_dump_json())
-            statement = "INSERT OR IGNORE INTO uses VALUES (?, ?, ?, ?, ?, ?, ?)"
+            statement = f"{further} INTO uses VALUES (?, ?, ?, ?, ?, ?, ?)"
             self.journal.run(statement, self.namespace, *used, *known)
             if is_evidence:
                 counted.append(use)
         return counted
+
+    def episodes(self) -> Iterator[tuple[str, bool | None, list[Seen]]]:
+        """Yield task, success and uses of each episode without a technical failure, in order."""
+        seen: dict[str, list[Seen]] = {}
+        for trajectory, *use in self.journal.rows(_SEEN, self.namespace):
+            seen.setdefault(trajectory, []).append((use[0], use[1], use[2]))
+        for id, task, success in self.journal.rows(_EPISODES, self.namespace):
+            yield task, None if success is None else bool(success), seen.get(id, [])
 
     def is_recorded(self, trajectory: str) -> bool:
         """Return whether this trajectory was journalled before, without parsing its record."""

@@ -39,9 +39,6 @@ _DIFFERENCES = """
         ON f.namespace = ?1 AND f.grp = g.grp AND f.condition = 'free' AND f.error IS NULL
             AND f.success IS NOT NULL{free}
     GROUP BY g.grp ORDER BY g.grp"""
-_TASK = """
-    SELECT record FROM trajectories WHERE namespace = ? AND grp = ? AND error IS NULL
-    ORDER BY commit_id, id LIMIT 1"""
 # The + keeps SQLite from the index by namespace, which would read every change at each call.
 _MERGED = """
     SELECT v.id, v.version, v.record FROM changes c
@@ -67,7 +64,6 @@ class Evidence:
     until: int = ALWAYS
     children: dict[Ancestor, list[Ancestor]] = field(default_factory=dict[Ancestor, list[Ancestor]])
     parents: dict[Ancestor, list[Ancestor]] = field(default_factory=dict[Ancestor, list[Ancestor]])
-    _tasks: dict[str, str] = field(default_factory=dict[str, str])
     _seen: int = 0
 
     def read_merges(self) -> list[Ancestor]:
@@ -101,19 +97,6 @@ class Evidence:
             lineage=alone if len(family) == 1 else estimate(self._differences(family).values()),
             **dict(alone),
         )
-
-    def by_task(self, versions: Sequence[Ancestor]) -> dict[str, list[float]]:
-        """Return the differences of groups by task: its ``task_id``, or its words if it has none.
-
-        Groups are those with uses of ``versions``.
-        """
-        found: dict[str, list[float]] = {}
-        for group, difference in self._differences(versions).items():
-            if group not in self._tasks:
-                record = json.loads(self.journal.value(_TASK, self.namespace, group))
-                self._tasks[group] = record["task_id"] or record["task"]
-            found.setdefault(self._tasks[group], []).append(difference)
-        return found
 
     def _differences(self, versions: Sequence[Ancestor]) -> dict[str, float]:
         """Return per group the success rate of guided members that used a version minus the free.

@@ -12,21 +12,25 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
-from typing import Any, TypeVar, cast
+from functools import cached_property, partial, wraps
+from typing import Any, TypeVar, Unpack, cast
 
 import numpy as np
 from pydantic import ValidationError
 
 from experiential.bank.consolidation import dedupe
+from experiential.bank.episode import Episode, EpisodeOptions
 from experiential.bank.http import wire
 from experiential.bank.http.connection import Connection
 from experiential.bank.http.served import At, Info, Near, Page, Version, Written
+from experiential.bank.http.wire import Body, Operation
 from experiential.bank.index.embed import Embedder, Vector, embedder_id, resolve_embedder
-from experiential.bank.protocol import Bank, Queue, TextEmbedder, TrustBook, View
+from experiential.bank.processes import Line
+from experiential.bank.protocol import Bank, Queue, TextEmbedder, View
 from experiential.bank.records import Duplicates, Judge
 from experiential.bank.search.where import Scope, Scored
 from experiential.bank.text import checked_text
+from experiential.bank.unmanaged import Unmanaged
 from experiential.errors import BankError, ReadOnlyBankError
 from experiential.sync import attempted
 from experiential.types import Experience, Hit, Statistics, Trajectory
@@ -51,10 +55,35 @@ def _sends(method: M, operation: str = "") -> M:
     return cast("M", send)
 
 
+class ProcessConnection:
+    """Call the operations of a bank that another process on this machine has open."""
+
+    def __init__(self, line: Line) -> None:
+        self.url = str(line)
+        self._line = line
+
+    @property
+    def closed(self) -> bool:
+        return self._line.closed
+
+    def call(self, operation: Operation, namespace: str, body: Body) -> Any:
+        """Return the answer to one operation; the line leads to one namespace."""
+        arguments = {name: getattr(body, name) for name in type(body).model_fields}
+        return self._line.call(operation.path, **arguments)
+
+    def close(self) -> None:
+        self._line.close()
+
+
 class RemoteView(View):
     """Read a bank behind a server as it stood in ``view``; None is the present."""
 
-    def __init__(self, connection: Connection, namespace: str, view: At | None = None) -> None:
+    def __init__(
+        self,
+        connection: Connection | ProcessConnection,
+        namespace: str,
+        view: At | None = None,
+    ) -> None:
         self.namespace = namespace
         self._connection = connection
         self._view = view
@@ -145,22 +174,13 @@ class RemoteQueue(Queue):
 
     state = _sends(Queue.state, "queue_state")
     waiting = _sends(Queue.waiting, "queue_waiting")
+    counts = _sends(Queue.counts, "queue_counts")
+    lease = _sends(Queue.lease, "queue_lease")
+    release = _sends(Queue.release, "queue_release")
     fail = _sends(Queue.fail, "queue_fail")
     attempts = _sends(Queue.attempts, "queue_attempts")
     dead_letters = _sends(Queue.dead_letters, "queue_dead_letters")
     requeue = _sends(Queue.requeue, "queue_requeue")
-
-
-@dataclass(eq=False)
-class RemoteBook(TrustBook):
-    """Know the trusted entry versions of a bank behind a server."""
-
-    after: int
-    send: Callable[..., Any]
-    trusted: frozenset[tuple[str, int]] = frozenset()
-
-    def refresh(self) -> None:
-        self.trusted = frozenset(self.send("trusted_versions", after=self.after))
 
 
 class RemoteBank(RemoteView, Bank):
@@ -172,13 +192,14 @@ class RemoteBank(RemoteView, Bank):
 
     Args:
         path: the server's address, or a connection to it; the other arguments then open it again
-            in another process.
+            in another process. A line leads to a bank that another process has open.
         namespace: which of the server's namespaces; opened there when it is first asked for.
         embedder: None, or the embedder that the bank must have; vectors are made at the server.
         read_only: refuse writes here, and read the bank as it is now.
         token: the server's token; ``$EXPERIENTIAL_TOKEN`` by default.
         timeout: seconds to wait for one answer.
         patience: seconds during which a lost connection is tried again.
+        info: what the server says of the bank; asked for by default.
 
     Raises:
         BankError: no server is there, it refused, or its bank has another embedder.
@@ -186,7 +207,7 @@ class RemoteBank(RemoteView, Bank):
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | Connection,
+        path: str | os.PathLike[str] | Connection | Line,
         *,
         namespace: str = "default",
         embedder: Embedder | str | None = None,
@@ -194,18 +215,23 @@ class RemoteBank(RemoteView, Bank):
         token: str | None = None,
         timeout: float = 60.0,
         patience: float = 1.0,
+        info: Info | None = None,
     ) -> None:
         checked_text(namespace, "namespace")
-        connection = path
-        if not isinstance(connection, Connection):
-            connection = Connection(os.fspath(connection), token, timeout, patience)
+        if isinstance(path, Line):
+            connection = ProcessConnection(path)
+        elif isinstance(path, Connection):
+            connection = path
+        else:
+            connection = Connection(os.fspath(path), token, timeout, patience)
         self.url = connection.url
+        self._place = path if isinstance(path, Line) else self.url
         self.read_only = read_only
         self.refused: Counter[str] = Counter()
         self._options = {"token": token, "timeout": timeout, "patience": patience}
         self._now = RemoteView(connection, namespace)
         weakref.finalize(self, connection.close)
-        info: Info = self._now.send("info")
+        info = info or cast("Info", self._now.send("info"))
         self.embedder = RemoteEmbedder(self._now, info.embedder)
         self.queue = RemoteQueue(self._now.send)
         own = None if embedder is None else embedder_id(resolve_embedder(embedder))
@@ -219,7 +245,7 @@ class RemoteBank(RemoteView, Bank):
 
     def __reduce__(self) -> tuple[Any, ...]:
         options = {**self._options, "namespace": self.namespace, "read_only": self.read_only}
-        return partial(RemoteBank, **options), (self.url,)
+        return partial(RemoteBank, **options), (self._place,)
 
     def __repr__(self) -> str:
         return f"ExperienceBank({self.url!r}, namespace={self.namespace!r})"
@@ -270,6 +296,15 @@ class RemoteBank(RemoteView, Bank):
         """Close the connections; the server goes on. Safe to call twice."""
         self._connection.close()
 
+    # Episodes
+
+    def episode(self, task: str, **options: Unpack[EpisodeOptions]) -> Episode:
+        return Episode(self._unmanaged, checked_text(task, "task"), **options)
+
+    @cached_property
+    def _unmanaged(self) -> Unmanaged:
+        return Unmanaged(self)
+
     # Reading and evidence
 
     version = _sends(Bank.version)
@@ -282,23 +317,7 @@ class RemoteBank(RemoteView, Bank):
     lineage = _sends(Bank.lineage)
     uplift = _sends(Bank.uplift)
     why = _sends(Bank.why)
-    standing = _sends(Bank.standing)
-    trusted = _sends(Bank.trusted)
-
-    @property
-    def trust_after(self) -> int:
-        return self.send("trust_after")
-
-    @trust_after.setter
-    def trust_after(self, after: int) -> None:
-        self.send("set_trust_after", after=after)
-
-    def trust_book(self, after: int) -> TrustBook:
-        if after < 1:
-            raise ValueError(
-                f"Expected a positive number of tasks to trust an entry after, got {after}"
-            )
-        return RemoteBook(after, self._now.send)
+    standings = _sends(Bank.standings)
 
     def counters(self, experience: Experience) -> Statistics:
         return experience.statistics  # they came with it
@@ -318,10 +337,12 @@ class RemoteBank(RemoteView, Bank):
     add = _sends(Bank.add)
     add_many = _sends(Bank.add_many)
     update = _sends(Bank.update)
+    approve = _sends(Bank.approve)
     remove = _sends(Bank.remove)
     rollback = _sends(Bank.rollback)
     record = _sends(Bank.record)
     submit = _sends(Bank.submit)
+    conclude = _sends(Bank.conclude)
     apply = _sends(Bank.apply)
     consolidate = _sends(Bank.consolidate)
     keep_generation = _sends(Bank.keep_generation)
@@ -330,9 +351,9 @@ class RemoteBank(RemoteView, Bank):
     evict = _sends(Bank.evict)
 
     def submit_many(
-        self, trajectories: Sequence[Trajectory], *, distil: bool = True
+        self, trajectories: Sequence[Trajectory], *, distil: bool = True, holder: str = ""
     ) -> list[bool | Exception]:
-        write = self.submit if distil else self.record
+        write = partial(self.submit, holder=holder) if distil else self.record
         return [attempted(partial(write, trajectory)) for trajectory in trajectories]
 
     def note_retrievals(self, ids: Iterable[str]) -> None:

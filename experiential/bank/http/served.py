@@ -7,14 +7,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from experiential.bank.folder import FolderBank
+from experiential.bank.protocol import ForkableBank, View
 from experiential.bank.records import Duplicates
 from experiential.bank.search.where import Scope, Where
-from experiential.bank.state import BankView
+from experiential.bank.storage.tables import Receipts
 from experiential.errors import BankError
 from experiential.types import Distillation, Experience, Hit, Statistics, Trajectory, new_id
 
@@ -24,7 +24,6 @@ LONGEST_PAGE = 1000
 _VIEWS = 8
 _LISTINGS = 64
 _KEYS = 4096
-_BOOKS = 4
 
 
 class Body(BaseModel):
@@ -77,20 +76,25 @@ class Written(Body):
     refused: dict[str, int]
 
 
+class WritingBank(ForkableBank, Protocol):
+    """Describe a bank that notes the keys of requests: that of the process that writes it."""
+
+    receipts: Receipts
+
+
 class ServedBank:
     """Carry out the operations of one open bank; each keyed write at most once.
 
-    The methods up to ``set_trust_after`` are operations that differ from the bank's method of the
+    The methods up to ``merge_duplicates`` are operations that differ from the bank's method of the
     same name, see `experiential.bank.http.wire`. ``at`` reads an earlier state; None the present.
     """
 
-    def __init__(self, bank: FolderBank) -> None:
-        def view(commit: int, seen: int) -> BankView:
+    def __init__(self, bank: WritingBank) -> None:
+        def view(commit: int, seen: int) -> View:
             return bank.at(commit)  # one made again has the counters of now
 
         self.bank = bank
         self._view = lru_cache(_VIEWS)(view)
-        self._book = lru_cache(_BOOKS)(bank.trust_book)
         self._lock = threading.Lock()
         self._listings: OrderedDict[str, list[Experience]] = OrderedDict()
         self._counted: OrderedDict[str, None] = OrderedDict()
@@ -112,7 +116,7 @@ class ServedBank:
         self._reader(at)
         return at
 
-    def _reader(self, at: At | None) -> FolderBank | BankView:
+    def _reader(self, at: At | None) -> View:
         return self.bank if at is None else self._view(at.commit, at.seen)
 
     def get(self, id: str, *, at: At | None = None) -> Experience | None:
@@ -208,9 +212,10 @@ class ServedBank:
         shown: Sequence[Experience],
         item: str | None = None,
         extractor_version: int | None = None,
+        review: bool = False,
     ) -> Written:
         """Write the operations distilled from a trajectory; ``spans`` are theirs, in order."""
-        write = partial(self.bank.apply, trajectory=trajectory, item=item)
+        write = partial(self.bank.apply, trajectory=trajectory, item=item, review=review)
         return self._written(write, distillation, spans, shown, extractor_version)
 
     def consolidate(
@@ -273,20 +278,6 @@ class ServedBank:
                 found.append(Duplicates(survivor=known[0], merged=tuple(known[1:])))
         return self.bank.merge_duplicates(found, ref, author=author)
 
-    def trusted_versions(self, after: int) -> list[tuple[str, int]]:
-        """Return every trusted entry version, live or not."""
-        book = self._book(after)
-        book.refresh()
-        return sorted(book.trusted)
-
-    def trust_after(self) -> int:
-        """Return on how many tasks an entry must have helped; 0 trusts all."""
-        return self.bank.trust_after
-
-    def set_trust_after(self, after: int) -> None:
-        """Record on how many tasks an entry must have helped."""
-        self.bank.trust_after = after
-
     # Writes with a key
 
     def once(
@@ -333,7 +324,7 @@ class ServedBank:
         """Return the answer that a write gave when it made ``commit``."""
         written = self._versions(self.bank.receipts.written(commit))
         match operation:
-            case "add" | "update":
+            case "add" | "update" | "approve":
                 return written[0]
             case "add_many":
                 return written

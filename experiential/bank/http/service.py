@@ -32,7 +32,7 @@ MAX_BODY = 8 * 2**20
 """Default limit of a request body, in bytes."""
 LONGEST_KEY = 200
 _BODY = "experiential.body"
-_HARMLESS = ("keep_generation", "note_retrievals", "save_counters", "set_trust_after")
+_HARMLESS = ("keep_generation note_retrievals save_counters queue_lease queue_release").split()
 _ONCE = {one.name for one in wire.OPERATIONS.values() if one.writes} - set(_HARMLESS)
 """Writes that a repeated request must not carry out again."""
 _STATUS = {ReadOnlyBankError: 403, BankLockedError: 423, ExperientialError: 409, TimeoutError: 503}

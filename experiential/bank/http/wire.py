@@ -81,23 +81,20 @@ def _as_dict(value: object) -> object:
     return dict(cast("Mapping[Any, Any]", value)) if isinstance(value, Mapping) else value
 
 
-_SERVED_READS = "info at get read entries search nearest embed trusted_versions trust_after"
-_SERVED_WRITES = "apply consolidate deduplicate merge_duplicates set_trust_after"
-_READS = (
-    "version commits history diff generation trajectory outcomes lineage uplift why standing"
-    " trusted"
-)
+_SERVED_READS = "info at get read entries search nearest embed"
+_SERVED_WRITES = "apply consolidate deduplicate merge_duplicates"
+_READS = "version commits history diff generation trajectory outcomes lineage uplift why standings"
 _WRITES = (
-    "add add_many update remove rollback record submit keep_generation note_retrievals"
-    " save_counters prune evict import_entries"
+    "add add_many update approve remove rollback record submit conclude keep_generation"
+    " note_retrievals save_counters prune evict import_entries"
 )
 _METHODS = (  # class, its object in a `ServedBank`, names, whether they write
     (ServedBank, "", _SERVED_READS, False),
     (ServedBank, "", _SERVED_WRITES, True),
     (Bank, "bank.", _READS, False),
     (Bank, "bank.", _WRITES, True),
-    (Queue, "bank.queue.", "state waiting attempts dead_letters", False),
-    (Queue, "bank.queue.", "fail requeue", True),
+    (Queue, "bank.queue.", "state waiting counts attempts dead_letters", False),
+    (Queue, "bank.queue.", "fail requeue lease release", True),
 )
 OPERATIONS = {
     operation.name: operation

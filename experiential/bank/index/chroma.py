@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import struct
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 from experiential.bank.index.embed import Vector
 from experiential.bank.index.store import Indexed
 from experiential.bank.storage.tables import Stored
+from experiential.errors import BankError
 
 TOKEN_VARIABLE = "EXPERIENTIAL_CHROMA_TOKEN"
 DEFAULT_PORT = 8000
@@ -25,6 +27,10 @@ _NEIGHBOURS = 32
 """Links of an entry in Chroma's graph; with its default of 16, entries whose texts are much alike
 cut each other off from the rest.
 """
+
+_started_by = 0
+"""The process that first opened a folder; a fork of it lacks the threads of Chroma's runtime, and
+would wait for them."""
 
 
 class ChromaStore:
@@ -65,7 +71,8 @@ class ChromaStore:
 
     def write(self, put: Sequence[Stored], removed: Sequence[str], mark: str) -> None:
         """Put and remove entries, then keep the mark."""
-        if self._collection is None:
+        made = self._collection is None
+        if made:
             self._collection = self._client.get_or_create_collection(
                 self._name,
                 embedding_function=None,
@@ -86,6 +93,8 @@ class ChromaStore:
             self._collection.delete(ids=list(removed))
         # Chroma writes its vector files when it is asked next: now, rather than in some search.
         self._collection.count()
+        if made and isinstance(self._where, Path):
+            _blank_unused(self._where)
         self._collection.modify(metadata={"mark": mark})
 
     def search(
@@ -130,12 +139,35 @@ class ChromaStore:
         self._client.close()
 
 
+def _blank_unused(folder: Path) -> None:
+    """Overwrite the room for entries in new graphs with zeros.
+
+    Chroma writes that room as it finds it: memory of this process which was used before, and may
+    hold an API key.
+    """
+    for header in folder.glob("*/header.bin"):
+        _version, _offset, _room, entries = struct.unpack_from("=iQQQ", header.read_bytes())
+        if not entries:
+            for name in ("data_level0.bin", "length.bin"):
+                file = header.with_name(name)
+                with file.open("r+b") as room:
+                    room.write(bytes(file.stat().st_size))
+
+
 def _client(where: Path | str) -> Any:
     import chromadb
     from chromadb.config import Settings
 
     settings = Settings(anonymized_telemetry=False)
     if isinstance(where, Path):
+        global _started_by
+        if _started_by not in (0, os.getpid()):
+            raise BankError(
+                f"Expected a process of its own to run Chroma in, got a fork of process"
+                f" {_started_by}, which runs it; start processes by the method 'spawn', or open the"
+                " bank with store='exact'"
+            )
+        _started_by = os.getpid()
         start: Any = partial(chromadb.PersistentClient, str(where), settings)
         try:
             return start()

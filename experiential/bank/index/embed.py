@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import threading
 import zlib
@@ -88,6 +89,10 @@ class SentenceEmbedder:
         self.name = name
         self.id = id
         self._load = load or load_sentence_transformer
+        self._start()
+
+    def _start(self) -> None:
+        self._pid = os.getpid()
         self._encode: Encode | None = None
         # One thread for the model, because torch gives each calling thread its own pool of helpers.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="experiential-embed")
@@ -97,6 +102,8 @@ class SentenceEmbedder:
 
     def __call__(self, texts: list[str]) -> Vector:
         """Return vectors of unit length, shape (n, d), float32."""
+        if self._pid != os.getpid():  # a fork has no threads, neither these nor the model's
+            self._start()
         return self._batcher.run([texts])[0]
 
     def _encode_all(self, calls: list[list[str]]) -> list[Vector]:
@@ -161,7 +168,10 @@ def default_embedder() -> Embedder:
     return SentenceEmbedder(_DEFAULT, DEFAULT_ID, download_minilm)
 
 
-_BUILTINS = {"hashing": HashingEmbedder}
+_BUILTINS: dict[str, Any] = {
+    "hashing": HashingEmbedder,
+    "openai": "experiential.bank.index.hosted:HostedEmbedder",
+}
 
 
 @dataclass
@@ -226,12 +236,14 @@ def resolve_embedder(embedder: Embedder | str | None) -> Embedder:
     """Return the embedder that a user's argument names.
 
     It is a callable from n texts to an array of shape (n, d); the name of one, that is "hashing",
-    an entry point of group ``experiential.embedders`` or ``module:attribute``; a
-    sentence-transformers name or folder; None for the default model. A class is called once,
-    without arguments, to make the callable.
+    an entry point of group ``experiential.embedders``, ``openai:MODEL`` or ``openai:MODEL@URL``
+    (see `HostedEmbedder`) or ``module:attribute``; a sentence-transformers name or folder; None for
+    the default model. A class is called once, without arguments, to make the callable.
     """
     if embedder is None:
         return default_embedder()
+    if isinstance(embedder, str) and embedder.partition(":")[0] == "openai":
+        return resolve("embedders", "openai", _BUILTINS).named(embedder)
     if isinstance(embedder, str):
         is_plugged = ":" in embedder or embedder in known_names("embedders", _BUILTINS)
         if not is_plugged or Path(embedder).is_dir():
@@ -248,10 +260,12 @@ def resolve_embedder(embedder: Embedder | str | None) -> Embedder:
 def recorded_embedder(id: str, name: str | None = None) -> Embedder:
     """Return the embedder that a journal recorded, or an ``UnknownEmbedder``.
 
-    ``name`` is the one by which it was chosen; None if it was passed as an object.
+    ``name`` is the one by which it was chosen; None if it was passed as an object without one.
     """
     reason: Exception | None = None
     try:
+        if name is not None and name.startswith("openai:"):
+            return resolve("embedders", "openai", _BUILTINS).named(name, trusted=False)
         if name is not None and embedder_id(found := resolve_embedder(name)) == id:
             return found
         if id.startswith("hashing-"):

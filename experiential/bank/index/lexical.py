@@ -45,6 +45,15 @@ def words_of(text: str) -> list[str]:
     return _WORD.findall("".join(letter for letter in plain if not unicodedata.combining(letter)))
 
 
+def content_words(text: str) -> set[str]:
+    """Return the words of a text, English function words ("what", "the") left out.
+
+    >>> sorted(content_words("What is in the red box?"))
+    ['box', 'red']
+    """
+    return set(words_of(text)) - _STOP
+
+
 class Weights(dict[str, float]):
     """Weigh the words of one query, English function words ("what", "the") left out.
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from experiential.bank.index.coarse import Codes, Indices
 from experiential.bank.index.embed import Vector
 from experiential.bank.index.follower import Replica
 from experiential.bank.index.indexed import cosines, search_indexed
@@ -22,9 +23,12 @@ from experiential.bank.storage.tables import Live, Stored
 from experiential.types import Experience
 
 Mask = npt.NDArray[np.bool_]
-Indices = npt.NDArray[np.intp]
+Ranked = tuple[Indices, Vector, Indices]
+"""Columns and scores of several rows, one after the other, and the number of each row."""
 _SCORES_AT_ONCE = 1 << 24
 """Cosines of one product (64 MiB): many queries of a small bank, few of a large one."""
+_PAIRS = 512
+"""Pairs of vectors of one product, which then stay in the processor's cache."""
 _BLOCK = 16
 _MOST_MASKS = 32
 _MOST_FILTERS = 32
@@ -49,6 +53,7 @@ class Snapshot:
         items: of all rows, and of rows written since.
         labels: rows by label, with rows written since.
         masks: which of the items pass each of the last filters.
+        codes: the rows rounded.
     """
 
     matrix: Vector
@@ -56,6 +61,7 @@ class Snapshot:
     items: list[Experience]
     labels: dict[str, list[int]]
     masks: dict[Where, Mask]
+    codes: Codes
 
     def search(
         self, queries: Vector, n: int, scopes: Sequence[Scope]
@@ -65,10 +71,40 @@ class Snapshot:
         Queries are normalised, shape (m, d), float32. Equal scores keep the order in which the
         items were written.
         """
-        found: list[list[Scored[Experience]]] = []
-        count = len(self.matrix)
-        if not count:
+        if not len(self.matrix):
             return [[] for _ in queries]
+        ranked = self._by_codes(queries, n, scopes) or self._by_all(queries, n, scopes)
+        columns, values, counts = (np.concatenate(part) for part in zip(*ranked, strict=True))
+        items = map(self.items.__getitem__, columns.tolist())
+        triples = zip(items, values.tolist(), repeat(0.0), strict=False)
+        hits: list[Scored[Experience]] = list(map(_scored, triples))
+        edges = [0, *np.cumsum(counts).tolist()]
+        return [hits[begin:end] for begin, end in pairwise(edges)]
+
+    def _by_codes(self, queries: Vector, n: int, scopes: Sequence[Scope]) -> list[Ranked] | None:
+        """Compare exactly what rounded vectors leave; None where ``_by_all`` is as good."""
+        if any(scope.where is not None for scope in scopes):
+            return None
+        out = [() if (of := one.exclude) is None else self.labels.get(of, ()) for one in scopes]
+        wanted = n + max(map(len, out), default=0)  # as many are left without those out of scope
+        pairs = self.codes.candidates(self.matrix, queries, wanted, self.dead)
+        if pairs is None:
+            return None
+        query, row = pairs
+        values = np.empty(len(query), dtype=np.float32)
+        for start in range(0, len(query), _PAIRS):
+            part = slice(start, start + _PAIRS)
+            values[part] = np.einsum("pd,pd->p", self.matrix[row[part]], queries[query[part]])
+        if wanted > n:
+            edges = np.searchsorted(query, np.arange(len(queries) + 1))
+            for hidden, (begin, end) in zip(out, pairwise(edges.tolist()), strict=True):
+                values[begin:end][np.isin(row[begin:end], hidden)] = -np.inf
+        return [ranked(query, row, values, len(queries), n)]
+
+    def _by_all(self, queries: Vector, n: int, scopes: Sequence[Scope]) -> list[Ranked]:
+        """Compare each query with every row."""
+        found: list[Ranked] = []
+        count = len(self.matrix)
         step = max(1, _SCORES_AT_ONCE // count)
         for start in range(0, len(queries), step):
             scores = queries[start : start + step] @ self.matrix.T
@@ -87,22 +123,17 @@ class Snapshot:
                             self.masks.clear()
                         self.masks[where] = known
                     scores[row, ~known[:count]] = -np.inf
-            columns, values, counts = best_of_each(scores, n)
-            items = map(self.items.__getitem__, columns.tolist())
-            triples = zip(items, values.tolist(), repeat(0.0), strict=False)
-            hits: list[Scored[Experience]] = list(map(_scored, triples))
-            edges = [0, *np.cumsum(counts).tolist()]
-            found.extend(hits[begin:end] for begin, end in pairwise(edges))
+            found.append(best_of_each(scores, n))
         return found
 
 
-def best_of_each(scores: Vector, n: int) -> tuple[Indices, Vector, Indices]:
+def best_of_each(scores: Vector, n: int) -> Ranked:
     """Return the ``n`` best finite scores of each row of ``scores``, shape (m, r), best first.
 
     Equal scores keep the order of their columns.
 
     Returns:
-        columns and values of all rows, one after the other, and the number of each row.
+        as ``ranked``.
     """
     # Sort few of the scores: those that reach the n-th best maximum of a row's blocks. At least n
     # do, because n blocks have such a maximum.
@@ -116,18 +147,31 @@ def best_of_each(scores: Vector, n: int) -> tuple[Indices, Vector, Indices]:
         least = np.maximum(least, np.partition(tops, last, axis=1)[:, last])
     flat = np.flatnonzero(scores >= least[:, None])
     row, column = np.divmod(flat, width)
+    return ranked(row, column, scores.ravel()[flat], m, n)
+
+
+def ranked(row: Indices, column: Indices, score: Vector, m: int, n: int) -> Ranked:
+    """Return the ``n`` best finite scores of each of ``m`` rows, best first.
+
+    Args:
+        row: of each score, rising.
+        column: of each score, rising within a row.
+        score: the scores, float32.
+        m: number of rows.
+        n: how many of each.
+
+    Returns:
+        columns and scores of all rows, one after the other, and the number of each row.
+    """
     found = np.bincount(row, minlength=m)
     place = np.arange(len(row)) - (np.cumsum(found) - found)[row]
     shape = (m, int(found.max(initial=0)))
     values, columns = np.full(shape, -np.inf, dtype=np.float32), np.zeros(shape, dtype=np.intp)
-    values[row, place], columns[row, place] = scores.ravel()[flat], column
+    values[row, place], columns[row, place] = score, column
     order = np.argsort(-values, axis=1, kind="stable")[:, :n]
-    counts: Indices = np.minimum(found, n)
-    rank: Indices = np.arange(n)[: order.shape[1]]
-    kept: Mask = rank < counts[:, None]
-    best: Indices = np.take_along_axis(columns, order, 1)
-    value: Vector = np.take_along_axis(values, order, 1)
-    return best[kept], value[kept], counts
+    columns, values = np.take_along_axis(columns, order, 1), np.take_along_axis(values, order, 1)
+    kept: Mask = values > -np.inf
+    return columns[kept], values[kept], kept.sum(axis=1)
 
 
 class VectorIndex:
@@ -149,14 +193,18 @@ class VectorIndex:
         self._origins: list[frozenset[str]] = []
         self._labels: dict[str, list[int]] = {}
         self._masks: dict[Where, Mask] = {}
+        self._codes = Codes()
 
     def apply(self, changes: Iterable[Changed]) -> Snapshot:
-        """Put entries in place of earlier versions, or take them out; return the new state."""
+        """Put entries in place of earlier versions, or take them out; return the new state.
+
+        Proposed entries stay out.
+        """
         for id, stored, seq in changes:
             if (old := self.rows.pop(id, None)) is not None:
                 self._alive[old] = False
                 del self.positions[id]
-            if stored is None:
+            if stored is None or stored.experience.proposed:
                 continue
             row = len(self._items)
             if row == len(self._alive):  # twice the room; snapshots keep the old matrix
@@ -179,13 +227,15 @@ class VectorIndex:
             self._items = [self._items[row] for row in kept]
             self._origins = [self._origins[row] for row in kept]
             self.rows = {id: row for row, id in enumerate(self.rows)}
-            self._labels, self._masks = {}, {}
+            self._labels, self._masks, self._codes = {}, {}, Codes()
             for row, origins in enumerate(self._origins):
                 for label in origins:
                     self._labels.setdefault(label, []).append(row)
         count = len(self._items)
         dead = np.flatnonzero(~self._alive[:count])
-        return Snapshot(self._matrix[:count], dead, self._items, self._labels, self._masks)
+        return Snapshot(
+            self._matrix[:count], dead, self._items, self._labels, self._masks, self._codes
+        )
 
 
 class Nearest:

@@ -9,11 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from experiential.bank.evidence.credit import Ancestor
-from experiential.bank.evidence.trust import Episodes, Probation
 from experiential.bank.options import RetrievalOptions
 from experiential.bank.protocol import Bank
-from experiential.bank.search.strategies import PER_PLACE, STRATEGIES, Candidate, Retrievals, select
+from experiential.bank.records import Asked, Standing
+from experiential.bank.search.strategies import (
+    NEAR,
+    PER_PLACE,
+    STRATEGIES,
+    Candidate,
+    Candidates,
+    Retrievals,
+    select,
+)
 from experiential.bank.search.where import Filter, Scope, Scored, Where, checked_queries
 from experiential.errors import BankError
 from experiential.plugins import resolve
@@ -22,8 +29,9 @@ from experiential.types import Experience, Hit, Statistics
 
 _MOST = 512
 """Queries of one batch, when so many wait because all workers are busy."""
-_WIDER = 4
-"""How many times more candidates are asked for when too few of those found are trusted."""
+_MOST_QUERIES = 4096
+CROWD = 1024
+"""Candidates at most that lie as near as the best."""
 CLOSED = "Expected an open manager, got a closed one; make a new ExperienceManager"
 Rows = list[list[Hit]]
 
@@ -34,7 +42,6 @@ class Request(NamedTuple):
     query: str
     k: int
     scope: Scope
-    admitted: bool | None  # to provisional entries; None if all entries are trusted
     since: float  # ``time.perf_counter()``
 
 
@@ -55,15 +62,27 @@ class Searcher:
 
     Batches are embedded and compared by several threads at once, but choose their entries one batch
     after the other, in the order of arrival, so that a run with one seed finds the same hits again.
-    Without a probation period all entries are trusted.
+    Without ``threads`` a caller searches on its own thread, and coroutines cannot.
+
+    Args:
+        bank: where entries are read.
+        settings: of retrieval.
+        seed: of every draw.
+        free_share: of the episodes, see ``plays_free``.
+        threads: whether threads of its own search.
     """
 
     def __init__(
-        self, bank: Bank, settings: RetrievalOptions, seed: int, probation: Probation | None = None
+        self,
+        bank: Bank,
+        settings: RetrievalOptions,
+        seed: int,
+        *,
+        free_share: float,
+        threads: bool = True,
     ) -> None:
         self.counts = SearchCounts()
         self._bank = bank
-        self._probation = probation
         self._settings = settings
         self._strategy = resolve("strategies", settings.strategy, STRATEGIES)
         self._rng = random.Random(seed)
@@ -72,50 +91,72 @@ class Searcher:
         self._seen = Retrievals(
             settings.recency,
             earlier=lambda id: self._counters(id).retrievals,
-            utility=lambda id: self._counters(id).score,
+            evidence=self._standings,
         )
-        self._found: dict[str, Scored[Experience]] = {}  # candidates of the query being answered
-        self._batcher: Batcher[Request, list[Hit]] = Batcher(
-            self._candidates,
-            finish=self._answer,
-            size=settings.batch_size,
-            wait=settings.batch_wait,
-            most=_MOST,
-            workers=settings.workers,
-            name="experiential-search",
-        )
+        self._has_outcomes = False  # near the query answered last
+        self._query = ""  # that is being answered, and its candidates
+        self._found: dict[str, Scored[Experience]] = {}
+        self._settled: dict[str, bool] = {}  # of the queries answered last; "" is the last of all
+        self._free_share = free_share
+        # Another stream after each start, the same one from the same seed and journal.
+        self._age = bank.head  # and the episodes since
+        self._free_draws = random.Random(f"free episodes: {seed} {self._age}")
+        self._batcher: Batcher[Request, list[Hit]]
+        if threads:
+            self._batcher = Batcher(
+                self._candidates,
+                finish=self._answer,
+                size=settings.batch_size,
+                wait=settings.batch_wait,
+                most=_MOST,
+                workers=settings.workers,
+                name="experiential-search",
+            )
+        else:
+            self._batcher = Batcher(
+                lambda batch: self._answer(batch, self._candidates(batch)), most=_MOST
+            )
+        # Now, before somebody waits: the words are indexed, the outcomes read.
         if settings.hybrid:
-            bank.nearest([], 1, (), words=True)  # indexes the words now, before somebody waits
+            bank.nearest([], 1, (), words=True)
+        if settings.strategy == "evidence":
+            bank.standings([])
 
     def _counters(self, id: str) -> Statistics:
         found = self._found.get(id)
         return Statistics() if found is None else self._bank.counters(found.item)
+
+    def _standings(self, near: Candidates) -> list[Standing]:
+        hybrid = self._settings.hybrid
+        asked = [_asked(self._found[one.id], one.relevance(hybrid)) for one in near]
+        standings = self._bank.standings(asked)
+        self._has_outcomes = standings[0].others > 0
+        for query in (self._query, ""):
+            self._settled.pop(query, None)
+            self._settled[query] = standings[0].settled
+        if len(self._settled) > _MOST_QUERIES:
+            self._settled.pop(next(iter(self._settled)), None)
+        return standings
+
+    def plays_free(self, task: str) -> bool:
+        """Draw whether the next episode of a task plays free (``ExperienceManager.plays_free``)."""
+        self._age += 1
+        share = self._free_share
+        drawn = self._free_draws.random() < share and self._age * share >= 1.0
+        # The last search for the task, else the last of all, says whether outcomes settle it.
+        return drawn and not self._settled.get(task, self._settled.get("", False))
 
     def requests(
         self,
         query: str | Sequence[str],
         k: int | None,
         exclude: str | None,
-        episode: Episodes,
         where: Filter | None,
     ) -> list[Request | None]:
         """Check the arguments of a search; return a request for each query, None if it is blank."""
         k, now = self._settings.k if k is None else k, time.perf_counter()
         queries, scope = checked_queries(query, k, blank=True), Scope(exclude, Where.of(where))
-        episodes = [episode] * len(queries) if isinstance(episode, str) else list(episode)
-        if len(episodes) != len(queries):
-            raise ValueError(
-                f"Expected one episode id, or one for each of the {len(queries)} queries, got"
-                f" {len(episodes)}"
-            )
-        requests: list[Request | None] = []
-        for one, asking in zip(queries, episodes, strict=True):
-            if not one.strip():
-                requests.append(None)
-                continue
-            admitted = None if self._probation is None else self._probation.admits(asking)
-            requests.append(Request(one, k, scope, admitted, now))
-        return requests
+        return [Request(one, k, scope, now) if one.strip() else None for one in queries]
 
     def search(self, requests: Sequence[Request | None]) -> Rows:
         """Return the hits of each request, none for None.
@@ -147,38 +188,21 @@ class Searcher:
         )
 
     def _candidates(self, batch: list[Request]) -> list[list[Scored[Experience]]]:
-        """Return the entries near each query, best first; runs for several batches at a time.
-
-        Provisional entries are taken out of the rows of queries that may not find them. If too few
-        trusted ones are left although there may be more above the floor, a longer row is asked for.
-        """
-        trusted: frozenset[Ancestor] = frozenset()
-        if self._probation is not None:
-            self._probation.wake()
+        """Return the entries near each query, best first; runs for several batches at a time."""
         hybrid = self._settings.hybrid > 0.0
-        floor = -1.0 if hybrid else self._settings.floor  # words may lift an entry of any cosine
-        wanted = asked = max(request.k for request in batch) * self._settings.pool * PER_PLACE
-        rows: list[list[Scored[Experience]]] = [[] for _ in batch]
-        short = list(range(len(batch)))
-        while short:
-            # A query that a group asks several times is run once.
-            keys = [(batch[i].query, batch[i].scope) for i in short]
-            distinct = {key: place for place, key in enumerate(dict.fromkeys(keys))}
-            queries, scopes = zip(*distinct, strict=True)
-            found = self._bank.nearest(queries, asked, scopes, words=hybrid)
-            if self._probation is not None and asked == wanted:  # the refresh woken may be done
-                trusted = self._probation.book.trusted
-            longer: list[int] = []
-            for i, key in zip(short, keys, strict=True):
-                row = rows[i] = list(found[distinct[key]])
-                if batch[i].admitted is not False:
-                    continue
-                rows[i] = [one for one in row if (one.item.id, one.item.version) in trusted]
-                ended = not trusted or len(row) < asked or row[asked - 1].score < floor
-                if not ended and len(rows[i]) < wanted:
-                    longer.append(i)
-            short, asked = longer, asked * _WIDER
-        return rows
+        wanted = max(request.k for request in batch) * self._settings.pool * PER_PLACE
+        wanted *= 4 if self._settings.strategy == "evidence" else 1
+        # A query that a group asks several times is run once.
+        keys = [(request.query, request.scope) for request in batch]
+        distinct = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+        queries, scopes = zip(*distinct, strict=True)
+        rows = self._bank.nearest(queries, wanted, scopes, words=hybrid)
+        for place, row in enumerate(rows if self._has_outcomes and not hybrid else ()):
+            # A crowd of untried entries as near as the best must not hide a proven one behind it.
+            is_crowded = len(row) == wanted < CROWD and row[0].score - row[-1].score <= NEAR
+            if is_crowded and not any(self._bank.counters(one.item).uses for one in row):
+                [rows[place]] = self._bank.nearest([queries[place]], CROWD, [scopes[place]])
+        return [rows[distinct[key]] for key in keys]
 
     def _answer(
         self, batch: list[Request], rows: list[list[Scored[Experience]]]
@@ -186,9 +210,10 @@ class Searcher:
         """Choose the hits of each query; one batch after the other."""
         self.counts.batches += 1
         self.counts.queries += len(batch)
-        settings, probation = self._settings, self._probation
+        settings = self._settings
         answers: list[list[Hit]] = []
         for request, row in zip(batch, rows, strict=True):
+            self._query = request.query
             found = self._found = {scored.item.id: scored for scored in row}
             candidates = [Candidate(id, scored.score, scored.words) for id, scored in found.items()]
             chosen = select(candidates, self._seen, settings, self._rng, request.k, self._strategy)
@@ -196,21 +221,13 @@ class Searcher:
                 self._bank.note_retrievals(candidate.id for candidate, _ in chosen)
             hits: list[Hit] = []
             for rank, (one, propensity) in enumerate(chosen):
-                entry, provisional = self._bank.read(found[one.id].item), False
-                if probation is not None and request.admitted:
-                    provisional = not probation.book.is_trusted(entry)
-                    # The draw of the episode is a factor of the propensity.
-                    propensity *= probation.share if provisional else 1.0
-                hits.append(
-                    Hit(
-                        experience=entry,
-                        score=one.relevance(settings.hybrid),
-                        rank=rank,
-                        propensity=propensity,
-                        provisional=provisional,
-                        admitted=request.admitted,
-                    )
+                hit = Hit(
+                    experience=self._bank.read(found[one.id].item),
+                    score=one.relevance(settings.hybrid),
+                    rank=rank,
+                    propensity=propensity,
                 )
+                hits.append(hit)
             self.counts.retrievals += len(hits)
             self.counts.abstentions += not hits
             self.counts.seconds.append(time.perf_counter() - request.since)
@@ -220,3 +237,7 @@ class Searcher:
     def close(self) -> None:
         """Let the callers that still wait go, with an error, and end the threads."""
         self._batcher.close(BankError(CLOSED), self._settings.timeout)
+
+
+def _asked(found: Scored[Experience], relevance: float) -> Asked:
+    return Asked(id=found.item.id, version=found.item.version, relevance=relevance)

@@ -18,11 +18,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from operator import attrgetter
 from random import Random
 from typing import NamedTuple
 
+import numpy as np
+
 from experiential.bank.options import RetrievalOptions
+from experiential.bank.records import Standing
 from experiential.errors import ConfigError
 from experiential.plugins import resolve
 
@@ -66,7 +70,7 @@ class Retrievals:
     Args:
         window: retrievals that count as recent.
         earlier: retrievals of an entry before this session; asked once for each entry.
-        utility: Laplace score of an entry, for strategies that ask for it.
+        evidence: what outcomes tell of each of several candidates, for strategies that ask for it.
 
     >>> seen = Retrievals(window=2)
     >>> for id in ("a", "b", "a", "c"):
@@ -77,7 +81,7 @@ class Retrievals:
 
     window: int
     earlier: Callable[[str], int] = lambda id: 0
-    utility: Callable[[str], float] = lambda id: 0.5
+    evidence: Callable[[Candidates], list[Standing]] = lambda near: [Standing() for _ in near]
     total: int = field(default=0, init=False)
     _counts: dict[str, int] = field(default_factory=dict[str, int], init=False)
     _last: dict[str, int] = field(default_factory=dict[str, int], init=False)
@@ -221,15 +225,96 @@ def nearest(
     return [(candidate, 1.0) for candidate in candidates[:k]]
 
 
-@strategy("utility")
-def by_utility(
+NEAR = 0.05
+"""Relevance below the best within which an entry is as near as the best."""
+LEAST = 0.4
+"""Probability to be better than nothing that an entry needs to be shown."""
+BUDGET = 10
+"""Uses after which an entry needs more than even odds."""
+SLACK = 0.1
+"""Success rate within which the entry used most is good enough."""
+EXPLORE = 0.1
+"""Share of searches that show an entry although nothing seems to help."""
+_DRAWS = 1024
+
+
+@strategy("evidence")
+def by_evidence(
     candidates: Candidates, seen: Retrievals, settings: RetrievalOptions, rng: Random, k: int
 ) -> Picks:
-    """Choose by relevance times EvolveR's Laplace score (s + 1)/(u + 2) among ``pool * k``."""
-    pool = candidates[: settings.pool * k]
-    scores = [one.relevance(settings.hybrid) * seen.utility(one.id) for one in pool]
-    picks = draw(scores, k, settings.exploration, rng)
-    return [(pool[place], propensity) for place, propensity in picks]
+    """Choose by outcomes among the entries as near as the best: Thompson sampling, or nothing.
+
+    An entry is shown with the probability of being best (see ``odds``). Of the entries without an
+    outcome, only ``k`` are rivals, those written most often, then retrieved least, then nearest:
+    with all of them, one of many unknowns would nearly always look best, and so the members of a
+    batch try different ones. Where nothing seems to help, one in ten searches shows an entry all
+    the same, within its budget. Quarantined entries are never shown.
+    """
+    if not candidates:
+        return []
+    best = candidates[0].relevance(settings.hybrid)
+    near = [one for one in candidates if best - one.relevance(settings.hybrid) <= NEAR]
+    nearest = PER_PLACE * settings.pool * k
+    near[nearest:] = [one for one in near[nearest:] if seen.count(one.id)]  # untried ones are alike
+    known = list(zip(near, seen.evidence(near), strict=True))
+    arms = [(one, of) for one, of in known if of.uses and of.verdict != "quarantined"]
+    fresh = [(one, of) for one, of in known if not of.uses]
+    fresh.sort(
+        key=lambda arm: (
+            -arm[1].said,
+            seen.count(arm[0].id),
+            -round(arm[0].relevance(settings.hybrid), 2),
+            arm[1].age,
+        )
+    )
+    arms += fresh[:k]
+    picks: Picks = []
+    while arms and len(picks) < k:
+        beliefs = tuple((*of.posterior, of.uses, of.successes - of.failures) for _, of in arms)
+        chances = odds(beliefs, arms[0][1].baseline)
+        if not picks and not any(chances):
+            least = min(range(len(arms)), key=lambda i: arms[i][1].uses)
+            chances = [
+                EXPLORE * (i == least and arms[i][1].uses < BUDGET) for i in range(len(arms))
+            ]
+        drawn = rng.random()
+        for place, chance in enumerate(chances):
+            if drawn < chance:
+                picks.append((arms.pop(place)[0], chance))
+                break
+            drawn -= chance
+        else:
+            break
+    return picks
+
+
+@lru_cache(4096)
+def odds(
+    arms: tuple[tuple[float, float, int, float], ...], baseline: tuple[float, float]
+) -> tuple[float, ...]:
+    """Return the probability with which Thompson sampling shows each arm; the rest shows nothing.
+
+    Each draw takes a success rate from every posterior. Of the arms that beat the baseline, those
+    within ``SLACK`` of the best will do, and the one with most to its credit is shown. An arm with
+    too little hope (``LEAST``, ``BUDGET``) never is. The draws are the same at every call.
+
+    Args:
+        arms: of each entry the parameters of its Beta posterior, its uses, and its recent successes
+            less its recent failures.
+        baseline: the Beta posterior of showing nothing.
+
+    >>> odds(((9.0, 1.0, 9, 6.0), (1.0, 9.0, 9, -6.0)), (2.0, 8.0))
+    (1.0, 0.0)
+    """
+    rng = np.random.default_rng(0)
+    wins, losses, uses, credit = (np.array(column)[:, None] for column in zip(*arms, strict=True))
+    rates = rng.beta(wins, losses, (len(arms), _DRAWS))
+    hope = (rates > rng.beta(*baseline, _DRAWS)).mean(axis=1, keepdims=True)
+    better = np.broadcast_to((hope >= LEAST) & ((uses < BUDGET) | (hope > 0.5)), rates.shape)
+    rates = np.where(better, rates, -1.0)
+    enough = better & (rates >= rates.max(axis=0) - SLACK)
+    shown = np.where(enough, credit + rates, -np.inf).argmax(axis=0)[enough.any(axis=0)]
+    return tuple((np.bincount(shown, minlength=len(arms)) / _DRAWS).tolist())
 
 
 @strategy("random")

@@ -11,7 +11,7 @@ from pydantic_core import to_jsonable_python
 
 from experiential.bank.storage.tables import Live
 from experiential.bank.text import canonical, disarm
-from experiential.types import Experience
+from experiential.types import Experience, whole
 
 T = TypeVar("T")
 Value = str | int | float | bool | None
@@ -124,8 +124,10 @@ class Scope(NamedTuple):
 
     def admits(self, live: Live) -> bool:
         """Return whether the query may find this entry."""
-        return self.exclude not in live.origins and (
-            self.where is None or self.where.matches(live.experience)
+        return (
+            not live.experience.proposed
+            and self.exclude not in live.origins
+            and (self.where is None or self.where.matches(live.experience))
         )
 
 
@@ -147,7 +149,7 @@ def checked_queries(query: object, k: object, *, blank: bool = False) -> list[st
     for one in queries:
         if not isinstance(one, str) or not (blank or one.strip()):
             raise ValueError(f"Expected a query to be non-empty text, got {one!r}")
-    return queries
+    return [whole(one) for one in queries]
 
 
 def _key(value: object) -> tuple[str, object]:

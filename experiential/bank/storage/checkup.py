@@ -7,7 +7,8 @@ import random
 import shlex
 import shutil
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,13 +18,15 @@ import numpy as np
 
 from experiential.bank.index.embed import Vector
 from experiential.bank.index.follower import Replica
+from experiential.bank.index.lexical import content_words
 from experiential.bank.index.site import CHROMA, Site, recorded_site
 from experiential.bank.index.store import IndexLostError
+from experiential.bank.operations import subject
 from experiential.bank.storage.journal import JOURNAL_NAME, Journal
 from experiential.bank.storage.lock import LOCK_NAME, described_owner
-from experiential.bank.storage.tables import History
+from experiential.bank.storage.tables import DistillationQueue, History
 from experiential.errors import BankError
-from experiential.types import Record
+from experiential.types import Experience, Record
 
 SAMPLE = 256
 """Entries whose vectors are compared."""
@@ -94,19 +97,32 @@ def _contents(folder: Path, *, with_index: bool) -> Iterator[Finding]:
                 mend = "experiential bank history, then experiential bank rollback to a commit"
                 mend += " before"
             yield _found(f"{namespace}: entries", found, mend)
-            statement = "SELECT state, COUNT(*) FROM queue WHERE namespace = ? GROUP BY state"
-            counts = dict(journal.rows(statement, namespace))
-            found = f"{counts.get('queued', 0)} queued, {counts.get('done', 0)} done"
+            if misfiled := _misfiled(
+                [stored.experience for stored in history.live(history.head())]
+            ):
+                entry, task = misfiled[0]
+                found = f"{len(misfiled)} entries name another task than their own, the first is"
+                found = f"{found} {entry.id}: {task}"
+                mend = (
+                    f"experiential bank show {shlex.quote(str(folder))} {entry.id}; export, correct"
+                )
+                what, mend = f"{namespace}: tasks", f"{mend} and import into a new bank to mend all"
+                yield Finding(what=what, status="note", found=found, mend=mend)
+            counts = DistillationQueue(journal, namespace).counts()
+            found = f"{counts['queued']} queued, {counts['done']} done"
             mend = ""
             if lost := journal.value(_LOST, namespace):
                 found = f"{found}, {lost} without a recorded trajectory"
                 mend = f"open {folder} with an ExperienceManager: each becomes a dead letter with"
                 mend += " its reason"
             yield _found(f"{namespace}: queue", found, mend)
-            if dead := counts.get("dead", 0):
+            if counts["queued"] and not lost:
+                found = f"{counts['queued']} episodes wait to be distilled"
+                mend = f"experiential distil {shlex.quote(str(folder))} --model NAME"
+                yield Finding(what=f"{namespace}: waiting", status="note", found=found, mend=mend)
+            if dead := counts["dead"]:
                 found = f"{dead} trajectories were given up"
-                mend = "ExperienceManager.dead_letters() has the reasons, requeue(id) tries one"
-                mend += " again"
+                mend = "experiential bank dead-letters has the reasons, requeue tries them again"
                 what = f"{namespace}: dead letters"
                 yield Finding(what=what, status="note", found=found, mend=mend)
             if with_index:
@@ -115,6 +131,22 @@ def _contents(folder: Path, *, with_index: bool) -> Iterator[Finding]:
         yield _found("journal", f"cannot be read: {error}", restore)
     finally:
         journal.close()
+
+
+def _misfiled(entries: Sequence[Experience]) -> list[tuple[Experience, str]]:
+    """Return the entries whose text is about another task of the bank than their own, and which."""
+    tasks = {entry.task for entry in entries if entry.task is not None}
+    words = {task: content_words(task) for task in tasks}
+    counts = Counter(word for held in words.values() for word in held)
+    # Only words that one task alone has can tell tasks apart, and they are looked up.
+    owners = {word: task for task, held in words.items() for word in held if counts[word] == 1}
+    found: list[tuple[Experience, str]] = []
+    for entry in entries:
+        named = {owners[word] for word in content_words(entry.text) if word in owners}
+        others = (task for task in sorted(named) if subject(entry.text, entry.task, task) == task)
+        if (other := next(others, entry.task)) != entry.task and other is not None:
+            found.append((entry, other))
+    return found
 
 
 def _found(what: str, found: str, mend: str = "") -> Finding:

@@ -1,7 +1,8 @@
 """Keep everything that a bank was ever given in one SQLite file, the journal.
 
-Rows are only ever added, with three exceptions that are states and not history: the queue's state
-column, counters, and ``meta``.
+Rows are only ever added, with exceptions that are states and not history: the queue's state column,
+counters, the sums behind baselines, and ``meta``; and the rows of an episode are written again when
+its outcome becomes known later.
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ CREATE INDEX IF NOT EXISTS uses_by_version ON uses (namespace, experience, versi
 CREATE TABLE IF NOT EXISTS statistics (
     namespace TEXT, id TEXT, retrievals INTEGER NOT NULL, uses INTEGER NOT NULL,
     successes INTEGER NOT NULL, PRIMARY KEY (namespace, id));
+CREATE TABLE IF NOT EXISTS scores (
+    namespace TEXT, task TEXT, episodes INTEGER NOT NULL, total REAL NOT NULL,
+    PRIMARY KEY (namespace, task));
 CREATE TABLE IF NOT EXISTS queue (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, id TEXT NOT NULL,
     state TEXT NOT NULL, attempts INTEGER NOT NULL DEFAULT 0, reason TEXT, UNIQUE (namespace, id));

@@ -5,17 +5,25 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from experiential.bank.evidence.credit import Ancestor
-from experiential.bank.records import Changed, Commit, DeadLetter, Difference, LogEntry
+from experiential.bank.records import (
+    LEASE_SECONDS,
+    Changed,
+    Commit,
+    DeadLetter,
+    Difference,
+    LogEntry,
+)
 from experiential.bank.storage.journal import Journal
+from experiential.bank.text import checked_text
 from experiential.types import Experience, Generation
 
 
@@ -229,14 +237,60 @@ class DistillationQueue:
 
     _journal: Journal
     _namespace: str
+    # Who works on an item, and until when by the clock of this process. In memory: the process
+    # that writes the folder is the only one to ask, and `finish` lets one result in.
+    _leases: dict[str, tuple[str, float]] = field(default_factory=dict[str, tuple[str, float]])
 
-    def put(self, id: str) -> bool:
-        """Queue a trajectory; return False if it was queued before."""
+    def put(self, id: str, holder: str = "") -> bool:
+        """Queue a trajectory, leased by ``holder``; return False if it was queued before."""
         if self.state(id) is not None:  # an insert that does nothing still writes to the disk
             return False
         statement = "INSERT INTO queue (namespace, id, state) VALUES (?, ?, 'queued')"
         self._journal.run(statement, self._namespace, id)
+        if holder:
+            self._leases[id] = (holder, time.monotonic() + LEASE_SECONDS)
         return True
+
+    def lease(
+        self,
+        holder: str,
+        most: int,
+        *,
+        keep: Sequence[str] = (),
+        seconds: float = LEASE_SECONDS,
+    ) -> list[str]:
+        """Give a distiller up to ``most`` further items to work on; see `Queue.lease`."""
+        checked_text(holder, "holder")
+        if most < 0 or seconds <= 0:
+            raise ValueError(f"Expected most >= 0 and seconds > 0, got {most} and {seconds}")
+        with self._journal.lock:
+            leases, now = self._leases, time.monotonic()
+            for id in [id for id, (_, until) in leases.items() if until <= now]:
+                del leases[id]
+            for id in keep:
+                if leases.get(id, (holder,))[0] == holder:
+                    leases[id] = (holder, now + seconds)
+            if not most:
+                return []
+            statement = "SELECT id FROM queue WHERE namespace = ? AND state = 'queued'"
+            statement += " ORDER BY seq LIMIT ?"
+            rows = self._journal.rows(statement, self._namespace, most + len(leases))
+            free = [row[0] for row in rows if row[0] not in leases][:most]
+            leases.update(dict.fromkeys(free, (holder, now + seconds)))
+            return free
+
+    def release(self, holder: str, id: str | None = None) -> None:
+        """Give back one item that a distiller holds, or all of them."""
+        with self._journal.lock:
+            held = [one for one, (who, _) in self._leases.items() if who == holder]
+            for one in held if id is None else {id}.intersection(held):
+                del self._leases[one]
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of items in each state: "queued", "done" and "dead"."""
+        statement = "SELECT state, COUNT(*) FROM queue WHERE namespace = ? GROUP BY state"
+        found = dict(self._journal.rows(statement, self._namespace))
+        return {state: found.get(state, 0) for state in ("queued", "done", "dead")}
 
     def state(self, id: str) -> str | None:
         """Return "queued", "done", "dead", or None for an unknown item."""
@@ -250,6 +304,7 @@ class DistillationQueue:
 
     def finish(self, id: str) -> bool:
         """Mark an item done; if False is returned, nothing may be written for it."""
+        self._leases.pop(id, None)
         statement = "UPDATE queue SET state = 'done', reason = NULL"
         statement += " WHERE namespace = ? AND id = ? AND state = 'queued'"
         return self._journal.run(statement, self._namespace, id).rowcount > 0
@@ -260,6 +315,8 @@ class DistillationQueue:
             statement = "UPDATE queue SET attempts = attempts + 1, state = ?, reason = ?"
             statement += " WHERE namespace = ? AND id = ?"
             state = "dead" if last else "queued"
+            if last:
+                self._leases.pop(id, None)
             self._journal.run(statement, state, reason, self._namespace, id)
         return self.attempts(id)
 

@@ -18,7 +18,7 @@ from importlib import import_module, metadata
 from typing import Any, cast
 
 from experiential.cache import cache_folder
-from experiential.envs.alfworld.caches import GrammarCache, TranslationCache
+from experiential.envs.alfworld.caches import GrammarCache, TranslationCache, speed_up_grammar
 from experiential.errors import EnvError
 from experiential.sync import attempted
 
@@ -147,6 +147,7 @@ class GameHost:
         if not isinstance(logic._parse_and_convert, GrammarCache):
             rules = logic.ContextSensitiveGrammar.parse
             logic._parse_and_convert = GrammarCache(logic._parse_and_convert, rules)
+        speed_up_grammar(import_module("textworld.envs.pddl.textgen"))
         self._env: Any = None
         self._game: dict[str, str] = {}
 

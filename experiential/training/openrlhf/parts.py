@@ -7,7 +7,6 @@ lists the parts used with file and line.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 
 from experiential.config import OptimSettings, PolicyClusterSettings
 from experiential.errors import BackendError
-from experiential.llm.base import SamplingParams
 from experiential.sync import attempted
 from experiential.training.openrlhf.learner import Learner, RankStats
 from experiential.training.openrlhf.rank_state import load_state, save_state
@@ -189,23 +187,6 @@ def _create_engines(
         gpu_memory_utilization=settings.gpu_memory, vllm_enable_sleep=shared is not None,
         logprobs_mode="processed_logprobs",
     )  # fmt: skip
-
-
-def sampling_params(
-    sampling: SamplingParams, limit: int, seed: int | None, allowed: Sequence[int] | None
-) -> Any:
-    """Return vLLM's parameters of a request of at most ``limit`` tokens, drawn from ``allowed``."""
-    return import_module("vllm").SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=limit,
-        seed=None if seed is None else seed % 2**63,
-        stop=list(sampling.stop),
-        include_stop_str_in_output=True,
-        logprobs=1,
-        allowed_token_ids=None if allowed is None else list(allowed),
-    )
 
 
 def start_ranks(settings: PolicyClusterSettings, shared: Any | None = None) -> Any:

@@ -10,7 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from experiential.config import Experiment, ModelSettings, PolicyClusterSettings
+from experiential.config import (
+    ActorSettings,
+    Experiment,
+    ExtractorSettings,
+    ModelSettings,
+    PolicyClusterSettings,
+)
 from experiential.errors import ConfigError
 from experiential.training.openrlhf.machine import Gpu
 from experiential.training.openrlhf.memory import (
@@ -91,6 +97,14 @@ def place(experiment: Experiment, here: Sequence[Gpu] | None = None) -> Placemen
     second = experiment.extractor_model or experiment.model
     _check_model("model", experiment.model)
     _check_model("extractor_model", second)
+    for role in ("actor", "extractor"):
+        settings: ActorSettings | ExtractorSettings = getattr(experiment, role)
+        if settings.train and settings.options.top_p < 1:
+            raise ConfigError(
+                f"Expected {role}.options.top_p to be 1 with runtime openrlhf, got"
+                f" {settings.options.top_p}: vLLM does not say which tokens it kept, and importance"
+                f" ratios need them; set it to 1, or {role}.train=false"
+            )
     placed: list[PolicyPlacement] = []
     for role, model, sizes, training, responses in (
         ("actor", experiment.model, cluster.actor, experiment.actor, experiment.env.max_turns),
@@ -128,11 +142,11 @@ def _check_model(key: str, model: ModelSettings) -> None:
             " OpenRLHF sends LoRA weights to vLLM under names that vLLM does not know; merge the"
             " adapter into the model first (peft's merge_and_unload) and train all weights"
         )
-    if model.dtype != "bfloat16":
+    if model.dtype == "float32":
         raise ConfigError(
-            f"Expected {key}.dtype to be bfloat16 with runtime openrlhf, got {model.dtype}: its"
+            f"Expected {key}.dtype to be auto or bfloat16 with runtime openrlhf, got float32: its"
             " ranks and engines work in bfloat16, with float32 master weights in the optimiser;"
-            f" set {key}.dtype=bfloat16"
+            f" set {key}.dtype=auto"
         )
 
 

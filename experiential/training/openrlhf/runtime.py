@@ -16,9 +16,10 @@ from experiential.bank.folder import FolderBank
 from experiential.bank.protocol import ForkableBank
 from experiential.config import ClusterSettings, Experiment, OptimSettings, PolicyClusterSettings
 from experiential.errors import BackendError, ConfigError
-from experiential.llm.base import Prompt, SamplingParams, is_token_prompt
+from experiential.llm.base import Prompt, SamplingParams
 from experiential.llm.models import load_tokenizer, resolve_model
-from experiential.llm.request import ChoiceTrie, Request, StopFinder
+from experiential.llm.request import ChoiceTrie, PromptEncoder, StopFinder
+from experiential.llm.vllm import draw_response
 from experiential.rollout import make_env
 from experiential.sync import EventLoopThread
 from experiential.training.losses import Sums, add_sums, means
@@ -39,7 +40,7 @@ from experiential.training.runtime import (
     TrainStats,
     usable_samples,
 )
-from experiential.types import FinishReason, Generation, Message
+from experiential.types import Generation
 
 M = TypeVar("M", bound=Callable[..., Any])
 
@@ -105,18 +106,9 @@ class OpenRLHFRuntime(PolicyRuntime):
         self._tokens = 0
         self._training = asyncio.Lock()
         self._train_s, self._seen = 0.0, (time.perf_counter(), 0.0, 0.0)
-        self._eos = frozenset({int(tokenizer.eos_token_id)})
         self._stops = StopFinder(tokenizer)
         self._tries = lru_cache(maxsize=1024)(partial(ChoiceTrie, tokenizer=tokenizer))
-
-        @lru_cache(maxsize=512)  # members of a group share their first prompt
-        def render(messages: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
-            chat = [{"role": role, "content": content} for role, content in messages]
-            template: Callable[..., list[int]] = tokenizer.apply_chat_template
-            ids = template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
-            return tuple(ids)
-
-        self._render = render
+        self._encode = PromptEncoder(tokenizer, name)
         if shared is None:
             group = fixed = None
             seeds = range(seed, seed + settings.engines)
@@ -185,11 +177,7 @@ class OpenRLHFRuntime(PolicyRuntime):
             BackendError: the prompt does not fit, or no engine could answer.
         """
         sampling = sampling or SamplingParams()
-        if is_token_prompt(prompt):
-            ids = tuple(prompt)
-        else:
-            messages = cast("Sequence[Message]", prompt)
-            ids = self._render(tuple((m["role"], m["content"]) for m in messages))
+        ids = self._encode(prompt)
         room = self.settings.max_length - len(ids)
         if room <= 0:
             raise BackendError(
@@ -203,44 +191,17 @@ class OpenRLHFRuntime(PolicyRuntime):
         self, ids: tuple[int, ...], sampling: SamplingParams, room: int
     ) -> Generation:
         async with self._generating():
-            generation = partial(
-                Generation,
-                prompt_ids=ids,
+            made = await draw_response(
+                self._engines.generate,
+                ids,
+                sampling,
+                room,
+                trie=self._tries(sampling.choices) if sampling.choices else None,
+                stops=self._stops,
+                schemas=False,
                 policy=self.name,
                 policy_version=self._served,
-                temperature=sampling.temperature or 1.0,
             )
-            if sampling.choices:  # one token at each branch; forced tokens cost no request
-                trie = self._tries(sampling.choices)
-                request = Request(
-                    ids, sampling, trie.longest, self._eos, self._stops, lambda: 0.0, trie.root
-                )
-                while request.finish is None:
-                    assert request.node is not None
-                    seed = None if sampling.seed is None else sampling.seed + len(request.response)
-                    params = parts.sampling_params(sampling, 1, seed, request.node.allowed)
-                    output = await self._engines.generate((*ids, *request.response), params)
-                    [token], [choices] = output.token_ids, output.logprobs
-                    request.accept(token, choices[token].logprob)
-                made = generation(
-                    text=request.text(),
-                    response_ids=tuple(request.response),
-                    logprobs=tuple(request.logprobs),
-                    allowed=tuple(request.allowed),
-                    finish_reason=request.finish,
-                )
-            else:
-                limit = min(sampling.max_tokens, room)
-                params = parts.sampling_params(sampling, limit, sampling.seed, None)
-                output = await self._engines.generate(ids, params)
-                cut = output.finish_reason == "length"
-                drawn = zip(output.token_ids, output.logprobs, strict=True)
-                made = generation(
-                    text=output.text,
-                    response_ids=tuple(output.token_ids),
-                    logprobs=tuple(choices[token].logprob for token, choices in drawn),
-                    finish_reason=FinishReason.LENGTH if cut else FinishReason.STOP,
-                )
         self._tokens += len(ids) + len(made.response_ids)
         return made
 

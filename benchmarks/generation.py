@@ -1,0 +1,198 @@
+"""Compare the local generation engine with vLLM on the CPU: tokens per processor second.
+
+    python -m benchmarks.generation --vllm-python PYTHON [--model smollm2] [--dtype bfloat16]
+        [--rounds 3]
+
+``PYTHON`` is the interpreter that `make cluster` made. Both engines run one thread in processes of
+their own that live for the whole run; they take turns, row by row. Prompts are random tokens, the
+same for both, new in each round; responses are greedy and of equal length. Counted are the
+processor seconds of an engine's whole process tree while it is its turn, so other work on the
+machine disturbs both alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+PROMPT, TOKENS, TURNS = 200, 16, 6
+ROWS = {"batch 1": (1, 1, 1), "batch 8": (8, 1, 1), "batch 32": (32, 1, 1)}
+ROWS |= {"4 groups of 8": (4, 8, 1), f"8 talks of {TURNS} turns": (8, 1, TURNS)}
+"""Distinct prompts, requests for each, turns."""
+
+
+def serve_local(model: str, dtype: str) -> None:
+    """Answer each line of prompts on standard input with responses, by the local engine."""
+    import torch
+
+    from experiential.llm.base import SamplingParams
+    from experiential.llm.transformers import TransformersLLM
+
+    torch.set_num_threads(1)
+    llm = TransformersLLM(model, dtype=dtype)  # type: ignore[arg-type]
+    greedy = SamplingParams(temperature=0.0, max_tokens=TOKENS)
+
+    async def generate(prompts: list[list[int]]) -> list[tuple[int, ...]]:
+        found = await asyncio.gather(*(llm.generate(prompt, greedy) for prompt in prompts))
+        return [one.response_ids for one in found]
+
+    answer(lambda prompts: asyncio.run(generate(prompts)))
+
+
+def serve_vllm(model: str, dtype: str) -> None:
+    """Do the same with vLLM."""
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+
+    llm = LLM(model=model, dtype=dtype, max_model_len=1024, max_num_seqs=64)
+    # random prompts seldom end a response, and lengths are counted in any case
+    greedy = SamplingParams(temperature=0.0, max_tokens=TOKENS, detokenize=False)
+
+    def generate(prompts: list[list[int]]) -> list[list[int]]:
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [list(o.outputs[0].token_ids) for o in llm.generate(asked, greedy, use_tqdm=False)]
+
+    answer(generate)
+
+
+def answer(generate: Any) -> None:
+    """Read lines of prompts, write lines of responses."""
+    print("@ready", flush=True)
+    for line in sys.stdin:
+        print("@" + json.dumps(generate(json.loads(line))), flush=True)
+
+
+class Server:
+    """Run one engine in a process, and count its processor time."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, text=True, env={**os.environ, **environment}
+        )
+        self._read()
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("@"):
+                return line[1:]
+        raise RuntimeError("Expected an engine that answers, got one that ended; see its messages")
+
+    def generate(self, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
+        """Return the responses, and the processor seconds they took."""
+        assert self._process.stdin is not None
+        before = self._seconds()
+        self._process.stdin.write(json.dumps(prompts) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._read()), self._seconds() - before
+
+    def _seconds(self) -> float:
+        import psutil
+
+        root = psutil.Process(self._process.pid)
+        times = [one.cpu_times() for one in (root, *root.children(recursive=True))]
+        return sum(time.user + time.system for time in times)
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+def measure(servers: dict[str, Server], rounds: int, vocabulary: int) -> dict[str, Any]:
+    """Return tokens per processor second of each row and engine, and their ratio."""
+    draw = random.Random(0)
+    rates: dict[str, dict[str, list[float]]] = {row: {name: [] for name in servers} for row in ROWS}
+    equal: dict[str, list[bool]] = {row: [] for row in ROWS}
+    for turn in range(rounds + 1):  # the first one warms up
+        for row, (distinct, members, turns) in ROWS.items():
+            prompts: list[list[int]] = []
+            for _ in range(distinct):
+                prompts += [[draw.randrange(5, vocabulary) for _ in range(PROMPT)]] * members
+            news = [draw.randrange(5, vocabulary) for _ in range(20 * turns)]
+            order = list(servers) if turn % 2 else list(servers)[::-1]
+            responses: dict[str, list[list[int]]] = {}
+            for name in order:
+                talks, seconds, count = [list(prompt) for prompt in prompts], 0.0, 0
+                for step in range(turns):
+                    found, spent = servers[name].generate(talks)
+                    seconds += spent
+                    count += sum(map(len, found))
+                    responses[name] = found
+                    for talk, response in zip(talks, found, strict=True):
+                        talk += [*response, *news[20 * step : 20 * step + 20]]
+                if turn:
+                    rates[row][name].append(count / seconds)
+            first, second = responses.values()
+            equal[row] += [a == b for a, b in zip(first, second, strict=True)]
+    return {
+        row: {
+            **{name: median(found) for name, found in rates[row].items()},
+            "ratio": median(a / b for a, b in zip(*rates[row].values(), strict=True)),
+            "ratios": [a / b for a, b in zip(*rates[row].values(), strict=True)],
+            "equal_last_responses": sum(equal[row]) / len(equal[row]),
+        }
+        for row in ROWS
+    }
+
+
+def main() -> None:
+    """Run the command line."""
+    made = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    made.add_argument("--vllm-python", type=Path)
+    made.add_argument("--model", default="smollm2")
+    made.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    made.add_argument("--rounds", type=int, default=3)
+    made.add_argument("--results", type=Path, default=Path("benchmarks/results/generation.json"))
+    made.add_argument("--serve", choices=("local", "vllm"), help=argparse.SUPPRESS)
+    options = made.parse_args()
+    if options.serve:
+        return (serve_local if options.serve == "local" else serve_vllm)(
+            options.model, options.dtype
+        )
+    if options.vllm_python is None:
+        made.error("Expected --vllm-python, the interpreter in the folder that make cluster names")
+    from benchmarks.finished_run import keep
+    from experiential.llm.models import load_tokenizer, resolve_model
+
+    model = str(resolve_model(options.model))
+    tail = [__file__, "--model", model, "--dtype", options.dtype, "--serve"]
+    one = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    vllm = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    vllm |= {"VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": ""}
+    vllm["PATH"] = f"{options.vllm_python.parent}:{os.environ['PATH']}"  # ninja
+    servers = {
+        "local": Server([sys.executable, *tail, "local"], one),
+        "vllm": Server([str(options.vllm_python), *tail, "vllm"], {**one, **vllm}),
+    }
+    try:
+        vocabulary = len(load_tokenizer(options.model))
+        rows = measure(servers, options.rounds, vocabulary)
+    finally:
+        for server in servers.values():
+            server.close()
+    keep(
+        {
+            "model": options.model,
+            "dtype": options.dtype,
+            "rounds": options.rounds,
+            "processor": platform.processor() or platform.machine(),
+            "load": os.getloadavg()[0],
+            "tokens_per_cpu_s": rows,
+        },
+        options.results,
+    )
+
+
+if __name__ == "__main__":
+    main()

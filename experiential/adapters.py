@@ -1,0 +1,261 @@
+"""Connect agents and games of other packages: their transcripts, their environments, their trainer.
+
+None of these packages is a dependency; each is imported when it is used. Frameworks that already
+speak OpenAI messages need no adapter: ``ep.extend(messages)`` takes those of the OpenAI client,
+``ep.extend(convert_to_openai_messages(state["messages"]))`` those of LangGraph. `docs/agents.md`
+has a runnable example of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from typing import Any, Unpack, get_args
+
+import gymnasium as gym
+
+from experiential.bank.episode import EpisodeOptions
+from experiential.bank.manager import ExperienceManager
+from experiential.bank.protocol import Bank
+from experiential.envs.arguments import one_of
+from experiential.envs.split import Split
+from experiential.envs.text_env import Info, Step, TextEnv
+from experiential.errors import ConfigError
+
+FULL_SCORE = 0.999
+"""The return from which on a game counts as won; GEM and TextArena give 1 for a full score."""
+LONGEST_ACTION = 10_000
+"""Characters of an action that TextArena is given, since it shows all actions again and again."""
+
+
+def from_smolagents(agent: Any) -> list[dict[str, Any]]:
+    """Return the memory of a smolagents agent as OpenAI messages, its system prompt left out."""
+    models = import_module("smolagents.models")
+    sent = models.get_clean_message_list(
+        agent.write_memory_to_messages(),
+        role_conversions=models.tool_role_conversions,
+        flatten_messages_as_text=True,
+    )
+    return [{**one, "role": one["role"].value} for one in sent if one["role"].value != "system"]
+
+
+def from_openai_agents(result: Any) -> list[dict[str, Any]]:
+    """Return a run of the OpenAI Agents SDK (``RunResult``) as OpenAI messages."""
+    converter = import_module("agents.models.chatcmpl_converter").Converter
+    return converter.items_to_messages(result.to_input_list())
+
+
+def from_pydantic_ai(messages: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return messages of pydantic-ai (``result.all_messages()``) as OpenAI messages.
+
+    Left out are system prompts, reasoning and pictures.
+    """
+    found: list[dict[str, Any]] = []
+    for part in (part for message in messages for part in message.parts):
+        if part.part_kind in ("user-prompt", "text"):
+            said = [part.content] if isinstance(part.content, str) else part.content
+            text = "\n".join(one for one in said if isinstance(one, str))
+            role = "assistant" if part.part_kind == "text" else "user"
+            found.append({"role": role, "content": text})
+        elif part.part_kind == "tool-call":
+            call = {"name": part.tool_name, "arguments": part.args_as_json_str()}
+            named = {"id": part.tool_call_id, "type": "function", "function": call}
+            found.append({"role": "assistant", "content": None, "tool_calls": [named]})
+        elif part.part_kind == "tool-return":
+            said = part.model_response_str()
+            found.append({"role": "tool", "tool_call_id": part.tool_call_id, "content": said})
+        elif part.part_kind in ("retry-prompt", "retry-feedback"):
+            found.append({"role": "user", "content": part.model_response()})
+    return found
+
+
+class GemEnv(TextEnv):
+    """Play a game of GEM (package ``gem-llm``) as a Gymnasium environment of text.
+
+    A world is a seed of the game, which decides its hidden state. A game is won where its return
+    reaches GEM's full score of 1, as ``info["success"]`` says at the end. Caveat: GEM draws from
+    Python's global random numbers, so two games at a time are not repeatable.
+
+    Args:
+        game: a name of ``gem.print_envs()``, such as ``game:Mastermind-v0-easy``.
+        split: ``"eval"`` plays other seeds than ``"train"``.
+        worlds: how many seeds there are.
+        render_mode: ``ansi`` (the last observation) or None.
+        **arguments: those of the game.
+
+    Raises:
+        ConfigError: GEM is not installed, or has no such game.
+    """
+
+    def __init__(
+        self,
+        game: str,
+        *,
+        split: Split = "train",
+        worlds: int = 10_000,
+        render_mode: str | None = None,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(worlds, render_mode=render_mode)
+        self._game, self._first, self._task = game, _first_seed(split), ""
+        self._env = _made("gem", "gem-llm", game, arguments)
+
+    @property
+    def task(self) -> str:
+        """Return the instructions of the game."""
+        return self._task
+
+    def _begin(self, world: int) -> tuple[str, Info]:
+        self._name, self._total = f"{self._game}#{self._first + world}", 0.0
+        self._task, info = self._env.reset(self._first + world)
+        return _with_state(self._task, info), self._report(self._name)
+
+    def _turn(self, action: str) -> Step:
+        said, reward, terminated, truncated, info = self._env.step(action)
+        self._total += float(reward)
+        over = bool(terminated or truncated)
+        report = self._report(self._name, said, success=over and self._total >= FULL_SCORE)
+        shown = said if over else _with_state(said, info)
+        return shown, float(reward), bool(terminated), bool(truncated), report
+
+
+class TextArenaEnv(TextEnv):
+    """Play a game of TextArena for one player as a Gymnasium environment of text.
+
+    A world is a seed of the game. The reward comes at the end and is TextArena's score, 1 for a
+    game that is won, as ``info["success"]`` says then. Caveat: TextArena draws from Python's global
+    random numbers, so two games at a time are not repeatable.
+
+    Args:
+        game: a registered name, such as ``GuessTheNumber-v0``.
+        split: ``"eval"`` plays other seeds than ``"train"``.
+        worlds: how many seeds there are.
+        render_mode: ``ansi`` (the last observation) or None.
+        **arguments: those of the game.
+
+    Raises:
+        ConfigError: TextArena is not installed, has no such game, or it needs several players.
+    """
+
+    def __init__(
+        self,
+        game: str,
+        *,
+        split: Split = "train",
+        worlds: int = 10_000,
+        render_mode: str | None = None,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(worlds, render_mode=render_mode)
+        self._game, self._arguments, self._first = game, arguments, _first_seed(split)
+        self._begin(0)  # names a missing package and a second player at once
+
+    @property
+    def task(self) -> str:
+        """Return the instructions of the game."""
+        return self._task
+
+    def _begin(self, world: int) -> tuple[str, Info]:
+        self._name = f"{self._game}#{self._first + world}"
+        # made anew: its observation wrapper keeps the text of earlier games over a reset
+        self._env = _made("textarena", "textarena", self._game, self._arguments)
+        try:
+            self._env.reset(num_players=1, seed=self._first + world)
+        except AssertionError as error:
+            got = f"{self._game}: {error}"
+            raise ConfigError(f"Expected a game for one player, got {got}") from None
+        self._task = str(self._env.get_observation()[1])
+        return self._task, self._report(self._name)
+
+    def _turn(self, action: str) -> Step:
+        if not self._env.step(action[:LONGEST_ACTION])[0]:
+            seen = str(self._env.get_observation()[1])
+            return seen, 0.0, False, False, self._report(self._name, seen)
+        rewards, ended = self._env.close()
+        reward, said = float(rewards[0]), str(ended[0].get("reason") or "The game is over.")
+        # 2048 gives its full score to some boards on which the tile was never reached, too
+        lost = said.startswith(("No moves left", "Invalid Move"))
+        won = reward >= FULL_SCORE and not lost
+        return said, reward, True, False, self._report(self._name, said, success=won)
+
+
+def _first_seed(split: Split) -> int:
+    one_of("split", split, get_args(Split))
+    return 2**31 if split == "eval" else 0
+
+
+def _with_state(said: str, info: Mapping[str, Any]) -> str:
+    """Return what GEM says of a turn, with the state of the game that it gives apart."""
+    return "\n".join(filter(None, (said, str(info.get("suffix") or ""))))
+
+
+def _made(module: str, package: str, game: str, arguments: Mapping[str, Any]) -> Any:
+    """Make a game by a package's own registry."""
+    try:
+        return import_module(module).make(game, **arguments)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"Expected the package {error.name!r} for the game {game!r}, which is not installed;"
+            f" run: pip install {package}"
+        ) from error
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"Expected a game of {module} and its arguments, got {game!r}: {error}"
+        ) from error
+
+
+def trl_environment(
+    make_env: Callable[[], gym.Env[str, str]],
+    manager: ExperienceManager | Bank,
+    **options: Unpack[EpisodeOptions],
+) -> type:
+    """Return an ``environment_factory`` for TRL's ``GRPOTrainer`` from any text environment.
+
+    The model acts by the tool ``act``; the first observation, with advice before it, ends its
+    prompt. Each rollout is an episode: TRL gets its return as the reward, and the bank its record,
+    also where the model stopped before the end. Columns ``seed`` and ``options`` of the data set,
+    where it has them, go to ``reset``.
+
+    Args:
+        make_env: makes one environment; TRL keeps one for each rollout of a batch.
+        manager: gives the episodes.
+        options: of each `Episode`, such as ``k`` and ``success``.
+    """
+
+    class TextEnvironment:
+        def __init__(self) -> None:
+            self._env = make_env()
+
+        def reset(self, **row: Any) -> str:
+            seed = row.get("seed")
+            self._seen, self._info = self._env.reset(seed=seed, options=row.get("options"))
+            task = str(self._info.get("task") or self._seen)
+            given: EpisodeOptions = {"task_id": str(self._info.get("task_id") or ""), "seed": seed}
+            self._episode = manager.episode(task, **{**given, **options}).start()
+            self._over = False
+            return f"{self._episode.advice}{self._seen}"
+
+        def act(self, action: str) -> str:
+            """Act in the environment.
+
+            Args:
+                action: The action, in the words that the environment understands.
+
+            Returns:
+                What is observed then.
+            """
+            if self._over:
+                return "The episode is over."
+            seen, reward, terminated, truncated, self._info = self._env.step(action)
+            self._episode.record(self._seen, action, float(reward))
+            self._seen, self._over = seen, terminated or truncated
+            return seen
+
+        def get_reward(self) -> float:
+            if not self._episode.turns:
+                self._episode.record(self._seen, "")  # the model did not act
+            self._episode.end(self._info, feedback=self._seen)
+            self._episode.submit()
+            return self._episode.reward
+
+    return TextEnvironment

@@ -1,0 +1,180 @@
+"""Distil what waits in a bank's queue, as it comes, with `experiential distil`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer import Argument, Option
+
+from experiential.cli.bank import opened_at
+from experiential.cli.options import (
+    Backend,
+    BackendOption,
+    BaseUrl,
+    Embedder,
+    KeyEnv,
+    Namespace,
+    Review,
+    Store,
+    named_model,
+)
+from experiential.cli.serve import TOKEN_VARIABLE, bank_server
+from experiential.errors import BackendError, BankError, BudgetError, ConfigError
+from experiential.sync import attempted
+
+if TYPE_CHECKING:
+    from experiential.bank.protocol import Bank
+    from experiential.types import Distillation, Experience, Trajectory
+
+_SECONDS_TO_FINISH = 10.0
+_LOOK_SECONDS = 0.5
+_SHOWN = 60  # characters
+
+
+def distil(
+    bank: Annotated[
+        str,
+        Argument(
+            metavar="BANK",
+            help="Folder of a bank, which this command also serves to others, or the address of a"
+            " bank server.",
+        ),
+    ],
+    model: Annotated[
+        str | None,
+        Option(
+            help="Distils: tiny, smollm2, a model folder, a hub name, or with --base-url its name"
+            " at the server."
+        ),
+    ] = None,
+    base_url: BaseUrl = None,
+    api_key_env: KeyEnv = None,
+    backend: Backend = None,
+    backend_option: BackendOption = None,
+    workers: Annotated[int, Option(min=1, help="Distillations at a time.")] = 8,
+    review: Review = False,
+    until_empty: Annotated[
+        bool,
+        Option(
+            "--until-empty",
+            "--once",
+            help="End when the queue is empty, with exit code 1 if something was given up; a folder"
+            " is not served meanwhile.",
+        ),
+    ] = False,
+    namespace: Namespace = "default",
+    host: Annotated[
+        str, Option(help="Address to serve a folder at; another than this machine needs a token.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, Option(min=0, max=65535, help="Port to serve a folder at; 0 takes a free one.")
+    ] = 8321,
+    token: Annotated[
+        str | None,
+        Option(envvar=TOKEN_VARIABLE, help="Bearer token of the bank server, this one or that."),
+    ] = None,
+    embedder: Embedder = None,
+    store: Store = None,
+) -> None:
+    """Distil what others submit to a bank, as it comes, until Ctrl-C or SIGTERM.
+
+    What is in work then has ten seconds to end, or goes back into the queue. Any number of
+    distillers may share a bank; what a killed one had, another takes after half a minute.
+    """
+    if (model, base_url, backend) == (None, None, None):
+        raise ConfigError(
+            "Expected a model that distils, got none; pass --model, for example --model smollm2, or"
+            " --base-url with the address of a server"
+        )
+    from experiential.agents.extractor import ExtractorAgent
+    from experiential.bank.manager import ExperienceManager
+    from experiential.cli.preflight import check_model
+    from experiential.llm.models import open_model
+    from experiential.training.roles import prompt_set_name
+
+    settings = named_model(model, base_url, api_key_env, backend, backend_option)
+    check_model(settings)
+    distilled = written = 0
+
+    def tell(trajectory: Trajectory, _: Distillation, entries: list[Experience]) -> None:
+        nonlocal distilled, written
+        distilled, written = distilled + 1, written + len(entries)
+        task = " ".join(trajectory.task.split())
+        task = task if len(task) <= _SHOWN else f"{task[: _SHOWN - 1]}…"
+        clock = time.strftime("%H:%M:%S")
+        say(f"{clock} {distilled} distilled, {len(entries)} entries written: {task}")
+
+    with ExitStack() as stack:
+        serve: Callable[[], None] | None = None
+        chosen: dict[str, Any] = {"embedder": embedder, "store": store}
+        source: Bank
+        is_remote = bank.startswith(("http://", "https://"))
+        if is_remote or until_empty:
+            options = {"token": token, "embedder": embedder} if is_remote else chosen
+            source = stack.enter_context(opened_at(bank, namespace, write=True, **options))
+        else:
+            server = bank_server(Path(bank), host, port, token, **chosen)
+            banks, serve = stack.enter_context(server)
+            try:
+                source = banks.get(namespace).bank
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
+        llm = stack.enter_context(closing(open_model(settings)))
+        extractor = ExtractorAgent(llm, prompts=prompt_set_name(settings))
+        dead = source.queue.counts()["dead"]
+        stopped = threading.Event()
+
+        def stop(number: int, frame: object) -> None:
+            """Note the first signal; a second one ends the process at once."""
+            signal.signal(number, signal.SIG_DFL)
+            stopped.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before = signal.signal(number, stop)
+            stack.callback(signal.signal, number, before)
+        if serve is not None:
+            threading.Thread(target=serve, name="bank-server", daemon=True).start()
+        manager = ExperienceManager(
+            source, extractor, on_distillation=tell, distill_workers=workers, review=review
+        )
+        given_up = 0
+        try:
+            while not stopped.wait(_LOOK_SECONDS):
+                try:
+                    manager.drain(_LOOK_SECONDS)
+                    if until_empty and not source.queue.counts()["queued"]:
+                        break
+                except TimeoutError:
+                    continue
+                except BackendError as error:  # the model; it may come back, but spent money not
+                    if until_empty or isinstance(error, BudgetError):
+                        raise
+                except BankError:  # the bank's server; the manager waits until it is back
+                    if until_empty:
+                        raise
+        finally:
+            with suppress(BankError):  # without its server a bank cannot save its counters
+                manager.close(drain=_SECONDS_TO_FINISH)
+            left = attempted(source.queue.counts)
+            end = ""
+            if not isinstance(left, Exception):
+                given_up = left["dead"] - dead
+                end = f", {given_up} given up; {left['queued']} wait in the queue"
+            say(f"{distilled} distilled, {written} entries written{end}")
+    if given_up and until_empty:
+        sys.stderr.write("experiential bank dead-letters says why\n")
+        raise typer.Exit(1)
+
+
+def say(line: str) -> None:
+    """Print one line at once."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
