@@ -10,6 +10,7 @@ ends as a program does, so that an abort while Python shuts down is seen. Exit c
 from __future__ import annotations
 
 import errno
+import faulthandler
 import json
 import os
 import signal
@@ -30,6 +31,8 @@ from experiential.training.trainer import Trainer
 
 ROOT = str(Path(experiential.__file__).parent)
 AT_ONCE = 2
+HANGS = 300.0
+"""Seconds after which a case has hung: its stacks are printed to its log, and it ends."""
 
 
 def fail(kind: str) -> None:
@@ -102,6 +105,7 @@ def run_case(case: dict[str, Any]) -> int:
         os.dup2(target, stream)
     # A shell that starts the tests in the background has them ignore interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.dump_traceback_later(HANGS, exit=True)
     if case["kind"] is not None:
         inject(case["kind"], case["moment"])
     return run_app(app, case["argv"])

@@ -128,6 +128,31 @@ def test_distillation_outlives_an_embedder_that_is_away_for_a_while(folder):
         assert texts(bank) == ["before", "lesson of t"]
 
 
+def test_a_result_whose_answer_was_lost_is_not_distilled_again(folder):
+    class Cut(FolderBank):
+        """As if behind a server that dies between the first commit and its answer."""
+
+        fault = True
+
+        def apply(self, *arguments, **options):
+            written = super().apply(*arguments, **options)
+            if self.fault:
+                self.fault = False
+                raise BankError("Expected an answer from the server, got none")
+            return written
+
+    extractor = Echo()
+    with (
+        Cut(folder, embedder="hashing") as bank,
+        ExperienceManager(bank, extractor, retries=3, backoff=0.01) as manager,
+    ):
+        manager.submit(Trajectory(id="t", task="t"))
+        manager.drain(timeout=60)
+        assert extractor.distilled == ["t"] and texts(bank) == ["lesson of t"]
+        assert bank.queue.fail("t", "late", last=False) == 0
+        assert bank.queue.counts() == {"queued": 0, "done": 1, "dead": 0}
+
+
 # The extractor
 
 

@@ -223,9 +223,7 @@ class Distiller:
             except Exception as error:  # noqa: BLE001  (counted, and tried again)
                 await self._try_again(id, error)
             else:
-                self._open.discard(id)
-                self._outages.pop(id, None)
-                self._judges.pop(id, None)
+                self._drop(id)
                 self.counts["distilled"] += 1
                 self.tell(
                     "on_distillation", self.on_distillation, trajectory, distillation, written
@@ -315,6 +313,9 @@ class Distiller:
         self.counts["failed"] += 1
         attempts, last = 1, False
         try:
+            if await self.write(self._bank.queue.state, id) != "queued":
+                self._drop(id)  # the result was applied, and only the answer to it was lost
+                return
             attempts += await self.write(self._bank.queue.attempts, id)
             last = attempts > self._settings.retries
             await self.write(self._bank.queue.fail, id, reason, last=last)
@@ -323,12 +324,16 @@ class Distiller:
             self.count_failure("queue", error)
             last = False
         if last:
-            self._open.discard(id)
-            self._outages.pop(id, None)
-            self._judges.pop(id, None)
+            self._drop(id)
         else:
             delay = min(self._backoff * 2 ** (attempts - 1), _LONGEST_BACKOFF)
             loop.call_later(delay, self._ready.put_nowait, id)
+
+    def _drop(self, id: str) -> None:
+        """Forget an item that is done, or dead."""
+        self._open.discard(id)
+        self._outages.pop(id, None)
+        self._judges.pop(id, None)
 
     async def requeue(self, id: str) -> None:
         """Try a dead letter again, as ``ExperienceManager.requeue`` says."""

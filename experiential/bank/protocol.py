@@ -90,7 +90,11 @@ class Queue(Protocol):
         ...
 
     def fail(self, id: str, reason: str, *, last: bool) -> int:
-        """Count a failed attempt and return the number so far; ``last`` makes a dead letter."""
+        """Count a failed attempt and return the number so far; ``last`` makes a dead letter.
+
+        An item that is not queued stays as it is: whoever failed may have lost only the answer to
+        a result that was applied.
+        """
         ...
 
     def attempts(self, id: str) -> int:

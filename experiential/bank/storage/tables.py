@@ -310,10 +310,10 @@ class DistillationQueue:
         return self._journal.run(statement, self._namespace, id).rowcount > 0
 
     def fail(self, id: str, reason: str, *, last: bool) -> int:
-        """Count a failed attempt and return the number so far; ``last`` makes a dead letter."""
+        """Count a failed attempt of a queued item; see `Queue.fail`."""
         with self._journal.transaction():
             statement = "UPDATE queue SET attempts = attempts + 1, state = ?, reason = ?"
-            statement += " WHERE namespace = ? AND id = ?"
+            statement += " WHERE namespace = ? AND id = ? AND state = 'queued'"
             state = "dead" if last else "queued"
             if last:
                 self._leases.pop(id, None)
