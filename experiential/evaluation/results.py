@@ -78,17 +78,7 @@ class ResultStore(Generic[R]):
         if settings is None:
             return found
         stored: dict[str, Any] = getattr(found, "settings", {})
-        # Compared as JSON, since that is how the stored ones come back: a tuple became a list.
-        wanted = json.loads(json.dumps(settings))
-        other = [key for key in wanted if stored.get(key) != wanted[key]]
-        if other:
-            # Nested values are too long for one line of an error.
-            short = [key for key in other if not isinstance(wanted[key], list | dict)]
-            shown = ", ".join(f"{key} {stored.get(key)!r} and not {wanted[key]!r}" for key in short)
-            raise ConfigError(
-                f"Expected {self._about} of the same settings in {path}, got"
-                f" {shown[:400] or ', '.join(other)}; {self._remedy}"
-            )
+        check_settings(stored, settings, self._about, path, self._remedy)
         return found
 
     def keep(self, name: str, result: R) -> Path:
@@ -108,3 +98,25 @@ class ResultStore(Generic[R]):
                 f"Expected {self._about} in {path}, got: {str(error).splitlines()[0]};"
                 f" {self._remedy}"
             ) from error
+
+
+def check_settings(
+    stored: Mapping[str, Any], wanted: Mapping[str, Any], about: str, path: Path, remedy: str
+) -> None:
+    """Check that a result was made with the settings that are wanted.
+
+    Raises:
+        ConfigError: a wanted setting has another value.
+    """
+    # Compared as JSON, since that is how the stored ones come back: a tuple became a list.
+    wanted = json.loads(json.dumps(wanted))
+    other = [key for key in wanted if stored.get(key) != wanted[key]]
+    if not other:
+        return
+    # Nested values are too long for one line of an error.
+    short = [key for key in other if not isinstance(wanted[key], list | dict)]
+    shown = ", ".join(f"{key} {stored.get(key)!r} and not {wanted[key]!r}" for key in short)
+    raise ConfigError(
+        f"Expected {about} of the same settings in {path}, got"
+        f" {shown[:400] or ', '.join(other)}; {remedy}"
+    )

@@ -10,32 +10,10 @@ import numpy as np
 from pydantic import Field
 
 from experiential.evaluation.intervals import clustered_mean, over_tasks, paired_difference, wilson
+from experiential.evaluation.play_log import PlayedEpisode
 from experiential.llm.metered import Spent
 from experiential.rollout import shortened
 from experiential.types import Record
-
-
-class PlayedEpisode(Record):
-    """Hold the outcome of one episode."""
-
-    world: int
-    """Index of its world; where the environment lists none, the number of its seed."""
-    visit: int
-    """Number of the visit to that world, from 0."""
-    task_id: str
-    success: bool
-    reward: float
-    """Sum of rewards; after a technical failure the least that the task gives."""
-    turns: int
-    prompt_tokens: int
-    """0 where the backend neither counts tokens nor shows their ids."""
-    response_tokens: int
-    seconds: float
-    """From the reset to the end of the last step, the agent's time included."""
-    shown: int
-    """Entries of the bank that reached the agent."""
-    error: str | None = None
-    """The reason of a technical failure."""
 
 
 class SuiteCell(Record):
