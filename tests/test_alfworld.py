@@ -2,6 +2,7 @@
 the cache of translations.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import json
@@ -143,6 +144,16 @@ def test_the_preset_is_the_papers_setting_and_an_argument_goes_before_it() -> No
     assert (other.turns, other.failure) == (10, -1.0)
 
 
+def test_an_episode_of_refused_actions_ends_after_fifty_turns() -> None:
+    env = ALFWorldEnv(games=1)
+    try:
+        env.reset(seed=0)
+        ends = [env.step("I would rather not.")[2:4] for _ in range(50)]
+        assert ends == [(False, False)] * 49 + [(False, True)]
+    finally:
+        env.close()
+
+
 def test_spent_turns_truncate_with_the_reward_of_failure() -> None:
     env = ALFWorldEnv(games=1, turns=2, failure=-1.0, show_actions=False, render_mode="ansi")
     try:
@@ -273,7 +284,6 @@ def test_task_types_can_be_chosen() -> None:
         ({"task_types": "cook"}, "task_types to be a list"),
         ({"games": 0}, "games to be positive"),
         ({"recycle": 0}, "recycle to be positive"),
-        ({"failure": -1.0}, "give turns=40"),
         ({"render_mode": "human"}, "render_mode"),
         ({"data": "nowhere"}, "run alfworld-download"),
     ],

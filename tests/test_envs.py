@@ -2,6 +2,7 @@
 pickling, an oracle.
 """
 
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportAssignmentType=false
 from __future__ import annotations
 
 import pickle
@@ -162,6 +163,26 @@ def test_nonsense_is_invalid_and_never_wins(name: str) -> None:
     log = play(env, lambda *_: "I would rather not.", seed=3)
     assert all(entry[-1]["invalid"] for entry in log[1:])
     assert sum(entry[1] for entry in log[1:]) == 0.0 and not log[-1][-1]["success"]
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_an_action_that_is_not_text_is_an_invalid_turn(name: str) -> None:
+    env: Any = make(name)
+    for action in (None, 3, b"Up", ["Up"]):
+        env.reset(seed=3)
+        _, reward, terminated, _, info = env.unwrapped.step(action)
+        assert info["invalid"] and not terminated and reward <= 0.0
+    env.close()
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_a_reset_after_close_begins_another_episode(name: str) -> None:
+    env = make(name)
+    agent = envs.oracle(env)
+    before = play(env, agent, seed=3)
+    env.close()
+    assert play(env, agent, seed=3) == before
+    env.close()
 
 
 @pytest.mark.parametrize("name", IDS)

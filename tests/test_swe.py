@@ -2,6 +2,7 @@
 and the bundled tasks for real.
 """
 
+# pyright: basic, reportArgumentType=false
 from __future__ import annotations
 
 import io
@@ -582,6 +583,12 @@ def test_neither_the_right_change_nor_the_hidden_tests_are_shown(env: SWEEnv) ->
     assert "calculator" in text
 
 
+def test_an_action_that_is_not_text_is_an_invalid_turn(env: SWEEnv) -> None:
+    given: Any
+    for given in (None, 3, b"ls"):
+        assert env.step(given)[4]["invalid"]
+
+
 def test_nonsense_uses_a_turn_says_what_is_legal_and_spent_turns_truncate(folder: Path) -> None:
     env = SWEEnv(tasks=str(folder / "tasks.jsonl"), cache=str(folder / "cache"), turns=8)
     _, info = env.reset(seed=1)
@@ -736,7 +743,9 @@ def test_a_source_that_cannot_be_used_is_named(
         SWEEnv(tasks=str(tmp_path / "tasks.jsonl"), cache=str(tmp_path / "cache")).reset()
 
 
-def test_a_mended_archive_gets_its_bug_back(tmp_path: Path) -> None:
+def test_a_mended_archive_gets_its_bug_back_and_the_log_says_what_takes_long(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     solved = tmp_path / "solved"
     for name, text in FILES.items():
         (solved / name).parent.mkdir(parents=True, exist_ok=True)
@@ -754,6 +763,11 @@ def test_a_mended_archive_gets_its_bug_back(tmp_path: Path) -> None:
     assert {name: (space.repo / name).read_text() for name in FILES} == FILES
     assert not space.solved() and space.patch() == ""
     space.close()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 4 and said[1].endswith("getting its source"), said
+    assert "virtual environment and installing" in said[2] and "ready after" in said[3]
+    shop.open(load_tasks(tmp_path / "tasks.jsonl")[0]).close()
+    assert len(caplog.records) == 4  # the second episode has nothing to wait for
 
 
 def test_the_bundled_tasks_are_whole_and_their_splits_disjoint() -> None:

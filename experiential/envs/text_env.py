@@ -200,12 +200,16 @@ class TextEnv(gym.Env[str, str], ABC):
         return self._observation, info
 
     def step(self, action: str) -> Step:
-        """Play one turn; raise ResetNeeded where no episode runs, EnvError where it failed."""
+        """Play one turn; raise ResetNeeded where no episode runs, EnvError where it failed.
+
+        An action that is not text is played as an empty one: an invalid turn.
+        """
         if self._over:
             expected = "reset() before this step: the episode is over or was never begun"
             raise gym.error.ResetNeeded(f"Expected {expected}")
         self._over = True
-        step = self._turn(action)
+        given: Any = action  # an agent may hand over anything
+        step = self._turn(given if isinstance(given, str) else "")
         self._observation, self._over = step[0], step[2] or step[3]
         return step
 

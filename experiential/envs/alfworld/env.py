@@ -21,12 +21,14 @@ from experiential.envs.arguments import one_of, positive, with_preset
 from experiential.envs.text_env import Info, Step, TextEnv
 from experiential.errors import ConfigError, EnvError, require
 
-Split = Literal["train", "eval", "valid_seen", "valid_unseen"]
+Split = Literal["train", "eval", "valid_train", "valid_seen", "valid_unseen"]
 
 MADE = {"train": 600, "eval": 150}
 """Made games where none are asked for."""
 PRESETS: dict[str, dict[str, Any]] = {"complementary": {"turns": 40, "failure": -1.0}}
 """Settings of papers: Complementary RL, C.1 and C.2."""
+USUAL = {"turns": 50, "failure": 0.0}
+"""The horizon and the reward of ALFWorld itself."""
 _BANNER = "-= Welcome to TextWorld, ALFRED! =-"
 
 
@@ -34,9 +36,8 @@ class ALFWorldEnv(TextEnv):
     """Do a household task in a room that is described in words.
 
     Each step is one of the commands in ``info["admissible"]``; anything else changes nothing, uses
-    the turn up and is answered with the legal commands. The episode ends when the task is done.
-    Nothing else ends it unless ``turns`` is given, so wrap it in a ``TimeLimit`` (the papers use 40
-    turns).
+    the turn up and is answered with the legal commands. The episode ends when the task is done,
+    and is truncated after ``turns``: 50 as in ALFWorld, 40 or 30 in the papers.
 
     A game runs in a worker process that is replaced after ``recycle`` games, since TextWorld keeps
     some 4.5 MB of every game. Call ``close()``; a worker also ends with its environment and with
@@ -67,22 +68,15 @@ class ALFWorldEnv(TextEnv):
         preset: str | None = None,
         render_mode: str | None = None,
     ) -> None:
-        chosen = with_preset(
-            preset, PRESETS, {"turns": None, "failure": 0.0}, turns=turns, failure=failure
-        )
-        turns, failure = chosen["turns"], float(chosen["failure"])
+        chosen = with_preset(preset, PRESETS, USUAL, turns=turns, failure=failure)
         one_of("split", split, FILES)
         if isinstance(task_types, str) or not set(task_types or ()) <= set(TASK_TYPES):
             raise ConfigError(
                 f"Expected task_types to be a list of {', '.join(TASK_TYPES)}, got {task_types!r}"
             )
-        positive(games=games, turns=turns, recycle=recycle, timeout=timeout)
-        if failure and turns is None:
-            raise ConfigError(
-                f"Expected turns with failure={failure}, got none; give turns=40, as the papers do"
-            )
+        positive(games=games, turns=chosen["turns"], recycle=recycle, timeout=timeout)
         require("alfworld", "alfworld", "textworld", "fast_downward")
-        self.split, self.turns, self.failure = split, turns, failure
+        self.split, self.turns, self.failure = split, chosen["turns"], float(chosen["failure"])
         self.show_actions = show_actions
         folder = data if data is not None else default_folder()
         self._source = (split, folder, games, tuple(task_types or ()), generation)
@@ -127,7 +121,7 @@ class ALFWorldEnv(TextEnv):
             self._commands.append(command)
             observation = feedback = str(self._state["feedback"])
         won = bool(self._state["won"])
-        spent = not won and self.turns is not None and self._used >= self.turns
+        spent = not won and self._used >= self.turns
         if command is not None and self.show_actions and not (won or spent):
             observation += f"\n{self._legal()}"
         reward = 1.0 if won else self.failure if spent else 0.0

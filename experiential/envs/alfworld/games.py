@@ -26,7 +26,7 @@ TaskType = Literal[
 TASK_TYPES: tuple[TaskType, ...] = get_args(TaskType)
 """In the order in which ALFWorld numbers them from 1."""
 FILES = {
-    "train": "train", "eval": "valid_seen",
+    "train": "train", "eval": "valid_seen", "valid_train": "valid_train",
     "valid_seen": "valid_seen", "valid_unseen": "valid_unseen",
 }  # fmt: skip
 """Split to the name that ALFWorld's files give it."""

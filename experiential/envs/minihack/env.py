@@ -150,10 +150,11 @@ class MiniHackEnv(TextEnv):
         return next((word for word, key in words.items() if key == wanted), next(iter(words)))
 
     def close(self) -> None:
-        """Free the games."""
+        """Free the games; a reset opens them again."""
         for game in (self._game, self._copy):
             if game is not None:
                 game.close()
+        self._over = True
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_game": None, "_copy": None}

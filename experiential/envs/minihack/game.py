@@ -67,6 +67,7 @@ class Game:
         self._open()
 
     def _open(self) -> None:
+        self._closed = False
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of pkg_resources, which MiniHack still uses
             try:
@@ -108,7 +109,7 @@ class Game:
 
     def start(self, seed: int) -> Screen:
         """Begin the episode of a seed."""
-        if self._used and not self.env_id.startswith(_REPEATS):
+        if self._closed or (self._used and not self.env_id.startswith(_REPEATS)):
             self.close()
             self._open()
         self._used = True
@@ -142,8 +143,9 @@ class Game:
         return self._screen(kinds.get(status, "lost"))
 
     def close(self) -> None:
-        """Free the game's memory and files."""
+        """Free the game's memory and files; a start opens them again."""
         self._core.close()
+        self._closed = True
 
     def _wait_out(self, observation: Any, done: bool, exceptions: bool = True) -> tuple[Any, bool]:
         """Handle waits as NLE does, but keep each message and leave menus open for an answer."""

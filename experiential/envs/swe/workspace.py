@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import shlex
 import shutil
@@ -12,6 +13,7 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
+import time
 import weakref
 import zipfile
 from collections.abc import Sequence
@@ -27,6 +29,7 @@ from experiential.errors import ConfigError
 _ALWAYS_KEPT = ("conftest.py", "pytest.ini", "sitecustomize.py", "usercustomize.py")
 _ENDINGS = (".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar", ".zip")
 _PIP_SECONDS = 600
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,16 +44,25 @@ class Workshop:
     def prepare(self, task: Task) -> Path:
         """Make the missing base tree and virtual environment of ``task``; return the base's folder.
 
+        That takes up to minutes, so each part is logged as a warning, which is shown by default.
         ConfigError where a source or package cannot be had, or the patches do not fit the source.
         """
         base, venv = self.cache / "bases" / task.key, self.cache / "venvs" / task.key
         if not (base.is_dir() and (venv / ".ready").is_file()):
             self.cache.mkdir(parents=True, exist_ok=True)
+            begun = time.monotonic()
+            _LOG.warning("%s: making the task ready, once, in %s", task.instance_id, self.cache)
             with (self.cache / "lock").open("w") as file:  # one process makes what is missing
                 fcntl.flock(file, fcntl.LOCK_EX)
                 if not base.is_dir():
+                    _LOG.warning("%s: getting its source", task.instance_id)
                     self._make_base(task, base)
                 if not (venv / ".ready").is_file():
+                    _LOG.warning(
+                        "%s: making its virtual environment and installing %d packages",
+                        task.instance_id,
+                        len(task.requirements),
+                    )
                     shutil.rmtree(venv, ignore_errors=True)
                     command = [sys.executable, "-m", "venv", "--without-pip", str(venv)]
                     made = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -61,6 +73,7 @@ class Workshop:
                         python = str(venv / "bin" / "python")
                         pip("--python", python, "install", "--quiet", *task.requirements)
                     (venv / ".ready").touch()
+            _LOG.warning("%s: ready after %.0f s", task.instance_id, time.monotonic() - begun)
         return base
 
     def open(self, task: Task) -> Workspace:
