@@ -73,6 +73,36 @@ async def cancel_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*ending, return_exceptions=True)
 
 
+async def ending_with_callbacks(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine, and cancel it when a callback of its event loop raises; raise that error.
+
+    asyncio only logs the error of a callback, and whoever waits for the callback waits for ever.
+    """
+    loop = asyncio.get_running_loop()
+    task, before = loop.create_task(work), loop.get_exception_handler()
+    errors: list[Exception] = []
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if "handle" in context and isinstance(error, Exception):
+            errors.append(error)
+            task.cancel()
+        elif before is not None:
+            before(loop, context)
+        else:
+            loop.default_exception_handler(context)
+
+    loop.set_exception_handler(handle)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if errors:
+            raise errors[0] from None
+        raise
+    finally:
+        loop.set_exception_handler(before)
+
+
 _shared: EventLoopThread | None = None
 _lock = threading.Lock()
 

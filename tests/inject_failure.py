@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 import experiential
+from experiential import sync
 from experiential.cli.errors import run_app
 from experiential.cli.train import app
 from experiential.envs.vault import VaultEnv
@@ -69,6 +70,16 @@ def inject(kind: str, moment: int) -> None:
             return plain_env(self, action)
 
         VaultEnv.step = env_step
+        return
+    if kind == "callback":  # of the event loop, which only logs what it raises
+        plain_resolve: Any = sync._resolve  # pyright: ignore[reportPrivateUsage]
+
+        def resolve(*arguments: Any) -> None:
+            if late():
+                fail("disk")
+            plain_resolve(*arguments)
+
+        sync._resolve = resolve  # pyright: ignore[reportPrivateUsage]
         return
     if kind == "gpu-memory":
         plain_loss: Any = LocalRuntime._loss  # pyright: ignore[reportPrivateUsage]

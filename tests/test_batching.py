@@ -11,7 +11,12 @@ from typing import Any
 
 import pytest
 
-from experiential.sync import Batcher, BatchInterruptedError, BatchTimeoutError
+from experiential.sync import (
+    Batcher,
+    BatchInterruptedError,
+    BatchTimeoutError,
+    ending_with_callbacks,
+)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -223,3 +228,16 @@ def test_closing_ends_the_threads_and_lets_those_who_wait_go(record: Recorder) -
     with pytest.raises(RuntimeError, match="closed"):
         batcher.run(["b"])
     assert not any(thread.name.startswith("to-be-closed") for thread in threading.enumerate())
+
+
+async def test_an_error_of_a_callback_ends_who_would_wait_for_it_for_ever() -> None:
+    def broken() -> None:
+        raise OSError("disk full")
+
+    async def wait() -> None:
+        asyncio.get_running_loop().call_soon(broken)
+        await asyncio.Event().wait()
+
+    with pytest.raises(OSError, match="disk full"):
+        await asyncio.wait_for(ending_with_callbacks(wait()), 30)
+    assert asyncio.get_running_loop().get_exception_handler() is None

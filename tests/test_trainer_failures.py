@@ -19,8 +19,8 @@ import pytest
 
 from tests.llm_tiny import tiny_random_model
 
-KINDS = ("disk", "interrupt", "bank", "environment", "memory", "gpu-memory")
-MOST_CALLS = {"environment": 8, "gpu-memory": 1}
+KINDS = ("disk", "interrupt", "bank", "environment", "memory", "gpu-memory", "callback")
+MOST_CALLS = {"environment": 8, "gpu-memory": 1, "callback": 3}
 """Calls that this kind of failure can interrupt, at least, until the run ends: eight episodes may
 end with a lucky first pull each."""
 CALLS = 2000

@@ -36,7 +36,7 @@ from experiential.rollout import (
     refuse_broken,
     world_count,
 )
-from experiential.sync import cancel_tasks
+from experiential.sync import cancel_tasks, ending_with_callbacks
 from experiential.training.checkpoint import CheckpointStore
 from experiential.training.extractor_track import ExtractorTrack
 from experiential.training.methods.cold_start import ColdStart
@@ -97,51 +97,57 @@ class Trainer:
         return asyncio.run(self.arun())
 
     async def arun(self) -> dict[str, Any]:
-        """Train and evaluate from inside an event loop; see ``run``."""
+        """Train and evaluate from inside an event loop; see ``run``.
+
+        An error of any callback of the loop ends the run.
+        """
         begin = time.perf_counter()
         try:
-            async with contextlib.AsyncExitStack() as stack:
-                await self._open(stack)
-                run, evaluation = self.experiment.run, self.experiment.eval
-                self._begin, step = time.perf_counter(), self._start
-                limit = math.inf if run.minutes is None else self._begin + 60 * run.minutes
-                actor, extractor = self.experiment.actor, self.experiment.extractor
-                try:
-                    while step < run.steps and time.perf_counter() <= limit:
-                        await self._step(step)
-                        step += 1
-                        if run.checkpoint_every and step % run.checkpoint_every == 0:
-                            await self._checkpoint(step)
-                        if evaluation.every and step % evaluation.every == 0 and step < run.steps:
-                            await self._evaluate(step)
-                    if step < run.steps:
-                        text = (
-                            f"stopped after step {step} of {run.steps}: run.minutes={run.minutes}"
-                        )
-                        warning = {"event": "warning", "step": step, "text": f"{text} are over"}
-                        self._metrics.emit(warning)
-                    await self._ahead.close()
-                    await self._settle()
-                    if evaluation.after:
-                        await self._evaluate(step)
-                except BudgetError:
-                    # weights that an unfinished step has changed must not be changed by it again
-                    if step == run.steps or not (actor.train or extractor.train):
-                        await self._checkpoint(step)
-                    raise
-                await self._checkpoint(step)
-                if actor.train:
-                    await self.actor.export(self.output / "actor")
-                if extractor.enabled and extractor.train and self.extractor is not self.actor:
-                    await self.extractor.export(self.output / "extractor")
-                cost = {"seconds": time.perf_counter() - begin, "peak_memory_gb": peak_memory_gb()}
-                self._metrics.emit({"event": "end", "step": step} | cost)
+            step = await ending_with_callbacks(self._run(begin))
         except (OSError, MemoryError) as error:
             raise ExperientialError(
                 f"Expected room to train in {self.output}, got {type(error).__name__}: {error};"
                 " free some disk or memory, then go on with --resume"
             ) from error
         return self._summary(step, time.perf_counter() - begin)
+
+    async def _run(self, begin: float) -> int:
+        """Train, evaluate and export; return the number of steps taken."""
+        async with contextlib.AsyncExitStack() as stack:
+            await self._open(stack)
+            run, evaluation = self.experiment.run, self.experiment.eval
+            self._begin, step = time.perf_counter(), self._start
+            limit = math.inf if run.minutes is None else self._begin + 60 * run.minutes
+            actor, extractor = self.experiment.actor, self.experiment.extractor
+            try:
+                while step < run.steps and time.perf_counter() <= limit:
+                    await self._step(step)
+                    step += 1
+                    if run.checkpoint_every and step % run.checkpoint_every == 0:
+                        await self._checkpoint(step)
+                    if evaluation.every and step % evaluation.every == 0 and step < run.steps:
+                        await self._evaluate(step)
+                if step < run.steps:
+                    text = f"stopped after step {step} of {run.steps}: run.minutes={run.minutes}"
+                    warning = {"event": "warning", "step": step, "text": f"{text} are over"}
+                    self._metrics.emit(warning)
+                await self._ahead.close()
+                await self._settle()
+                if evaluation.after:
+                    await self._evaluate(step)
+            except BudgetError:
+                # weights that an unfinished step has changed must not be changed by it again
+                if step == run.steps or not (actor.train or extractor.train):
+                    await self._checkpoint(step)
+                raise
+            await self._checkpoint(step)
+            if actor.train:
+                await self.actor.export(self.output / "actor")
+            if extractor.enabled and extractor.train and self.extractor is not self.actor:
+                await self.extractor.export(self.output / "extractor")
+            cost = {"seconds": time.perf_counter() - begin, "peak_memory_gb": peak_memory_gb()}
+            self._metrics.emit({"event": "end", "step": step} | cost)
+        return step
 
     async def aevaluate(self, checkpoint: Path, manifest: dict[str, Any]) -> list[dict[str, Any]]:
         """Evaluate any run's checkpoint in this run's folder; return the eval events."""
