@@ -77,8 +77,11 @@ _ALFWORLD, _ALFWORLD_MIXED = (  # the reward of Complementary RL: 1 for success,
     )
     for turns in (40, 30)
 )
-_WEBSHOP, _WEBSHOP_MIXED = (
-    SuiteTask("webshop", "experiential/WebShop-v0", {"turns": turns}, turns) for turns in (15, 30)
+_WEBSHOP, _WEBSHOP_MIXED = (  # the reward of Complementary RL: 1 for success, else 0
+    SuiteTask(
+        "webshop", "experiential/WebShop-v0", {"preset": "complementary", "turns": turns}, turns
+    )
+    for turns in (15, 30)
 )
 _SUITES = (
     Suite("room", (_ROOM,), f"{COMPLEMENTARY}, C.1 (Room-Ultimate-5x5) and C.2 (30 turns)"),
@@ -86,7 +89,7 @@ _SUITES = (
     Suite(
         "webshop",
         (_WEBSHOP,),
-        f"{COMPLEMENTARY}, C.1 (1,000 products); the turns are the environment's own",
+        f"{COMPLEMENTARY}, C.1 (1,000 products, reward 1 or 0); turns: the environment's own",
     ),
     Suite("hotpotqa", (_HOTPOTQA,), f"{ERL}, B.3 (reward, 5 turns)"),
     Suite(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from functools import lru_cache
 from importlib import import_module
 from typing import NamedTuple
 
 from experiential.envs.webshop.catalogue import Product
+from experiential.envs.webshop.nouns import nouns
 from experiential.envs.webshop.shop import Goal
 
 SIMILAR = 85  # two texts agree when their token set ratio (0 to 100) is above this
@@ -25,21 +25,6 @@ COLOURS = tuple(
     """.split()
 )
 """Colour words; an option that contains one counts as that colour, the first in this order."""
-_WORD = re.compile(r"[^\W\d_]{2,}")
-_NOT_NOUNS = frozenset(
-    """
-    about above after again all also am an and any are around as at be because been before best
-    better big both but by can cheap clean comfortable comfy compatible cool cozy cute down
-    durable each easy elegant every extra fashionable few fits flexible for free fresh from full
-    fully funny further get good great had has have healthy heavy high his how if in into is it
-    its just large larger less lightweight long low made make many mini more most natural new
-    nice non not of off on only open or other our out over perfect portable premium quick
-    rechargeable removable same sexy short simple slim small so soft some stylish such super
-    than that the their them then these they thick thin this those through to too ultra under
-    universal up use used very vintage was washable waterproof we were what when which while who
-    will wireless with without you your
-    """.split()
-)
 
 
 class Score(NamedTuple):
@@ -61,24 +46,15 @@ def agree(one: str, other: str) -> bool:
     return import_module("thefuzz.fuzz").token_set_ratio(one, other) > SIMILAR
 
 
-@lru_cache(maxsize=8192)
-def nouns(title: str) -> frozenset[str]:
-    """Return the words of a title without function words, common adjectives and numbers.
-
-    >>> sorted(nouns("Soft 2-Pack Socks for Women"))
-    ['pack', 'socks', 'women']
-    """
-    return frozenset(word for word in _WORD.findall(title.lower()) if word not in _NOT_NOUNS)
-
-
 def type_factor(bought: Product, wanted: Product) -> float:
     """Return how far the kind of product is right: 1, 0.5, 0.1 or 0.
 
     It is 1 if the shelf, two categories, or over a fifth of the title's nouns agree. With less than
     a tenth of the nouns it is 0.1, with none 0, whatever else agrees (r_type of the WebShop paper).
+    A noun that the wanted title repeats counts once where it agrees, but each time in the whole.
     """
     wished = nouns(wanted.title)
-    share = len(nouns(bought.title) & wished) / len(wished) if wished else 0.2
+    share = len({*nouns(bought.title)} & {*wished}) / len(wished) if wished else 0.2
     if share < 0.1:
         return 0.1 if share else 0.0
     near = bought.query == wanted.query or len({*bought.path} & {*wanted.path}) >= 2 or share > 0.2
@@ -95,6 +71,26 @@ def plain_colour(value: str) -> str:
     return next((colour for colour in COLOURS if colour in value), value)
 
 
+@lru_cache(maxsize=8192)
+def wished_text(option: tuple[str, str] | str) -> str:
+    """Return the text that a chosen value is compared with, as the original has it.
+
+    A goal of a person asks for a value, which is reduced to its colour word as the chosen one is. A
+    synthetic goal asks for a pair, which the original hands to the same code: a pair contains a
+    colour word only where its name or value *is* that word, and else is compared as Python writes
+    it. So "xx-large" is not enough for "x-large", and a value that merely contains a colour word,
+    such as "r.brown137", is missed by the right choice too, which is reduced to "brown".
+
+    >>> wished_text("navy stripes"), wished_text(("color", "navy"))
+    ('navy', 'navy')
+    >>> wished_text(("color", "navy stripes"))
+    "('color', 'navy stripes')"
+    """
+    if isinstance(option, str):
+        return plain_colour(option)
+    return next((colour for colour in COLOURS if colour in option), str(option))
+
+
 def score(
     bought: Product, wanted: Product, goal: Goal, chosen: Iterable[str], price: float
 ) -> Score:
@@ -108,6 +104,8 @@ def score(
         goal: what was asked.
         chosen: values of the options chosen.
         price: what it costs, in dollars.
+    Source:
+        Section 3 of Yao et al., WebShop (2022), and the published code where the two differ.
     """
     kind = type_factor(bought, wanted)
     texts = (bought.title.lower(), " ".join(bought.bullets).lower(), bought.description.lower())
@@ -116,8 +114,8 @@ def score(
         or any(wish in text for text in texts)
         for wish in goal.attributes
     )
-    mine = [plain_colour(value) for value in chosen]  # colours compare by their word
-    options = sum(any(agree(one, plain_colour(wish)) for one in mine) for _, wish in goal.options)
+    mine = [plain_colour(value) for value in chosen]
+    options = sum(any(agree(one, wished_text(wish)) for one in mine) for wish in goal.options)
     within = price <= goal.bound
-    value = kind * (attributes + options + within) / (len(goal.attributes) + len(goal.options) + 1)
+    value = (attributes + options + within) / (len(goal.attributes) + len(goal.options) + 1) * kind
     return Score(value, kind, attributes, options, within)

@@ -47,7 +47,7 @@ class Goal:
     wish: str  # the instruction without the price
     text: str  # the instruction
     attributes: tuple[str, ...]  # what the product must be
-    options: tuple[tuple[str, str], ...]  # names and values that must be chosen
+    options: tuple[tuple[str, str] | str, ...]  # (name, value) to choose; a value if people ask
     bound: float  # highest price, in dollars
     weight: float = 0.0  # mean over its attributes of 1 / (goals that ask for the attribute)
 
