@@ -34,6 +34,7 @@ Kind = Literal[
     "extractors",
     "llms",
     "losses",
+    "memories",
     "methods",
     "runtimes",
     "stores",

@@ -20,6 +20,7 @@ ROOT = SOURCE.parent.parent
 TRAINED = {"estimators", "losses", "runtimes", "trackers", "strategies", "embedders", "stores"}
 TRAINED |= {"extractors", "envs", "methods"}
 SUITE = {"suites", "llms"}
+STREAM = {"suites", "memories"}
 
 
 @pytest.mark.slow
@@ -63,6 +64,14 @@ def test_parts_of_an_installed_package_train_evaluate_and_run_a_suite(tmp_path: 
         there,
     )
     assert set(calls.read_text("utf-8").split()) >= SUITE
+    calls.unlink()
+    stream = [*bench[:-1], "stream", "--suite", "example-guesses", "--agent", "random"]
+    command(
+        [*stream, "--arms", "example-diary", "--episodes", "2", "--embedder", "hashing"]
+        + ["--results", str(tmp_path / "stream.jsonl")],
+        there,
+    )
+    assert set(calls.read_text("utf-8").split()) >= STREAM
 
 
 def test_the_package_has_a_part_of_each_kind() -> None:

@@ -92,5 +92,5 @@ def test_a_broken_entry_point_names_its_distribution(
 
 
 def test_every_kind_has_a_group_of_entry_points() -> None:
-    assert len(set(KINDS)) == 12
+    assert len(set(KINDS)) == 13
     assert all(known_names(kind) == sorted(known_names(kind)) for kind in KINDS)

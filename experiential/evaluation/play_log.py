@@ -88,6 +88,8 @@ class PlayedEpisode(Record):
     end: Text = ""
     """The last observation."""
     retrieved: tuple[Retrieved, ...] = ()
+    note: dict[str, Any] = {}
+    """What a protocol needs beyond this to go on from here, as JSON."""
     time: str = Field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     """When it ended."""
 

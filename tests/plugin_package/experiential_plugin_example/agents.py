@@ -1,12 +1,13 @@
-"""A language-model backend and an extractor."""
+"""A language-model backend, an extractor and a memory."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from experiential.agents.extractor import ExtractorAgent
+from experiential.evaluation.memories import Setup
 from experiential.llm.scripted import ScriptedLLM
-from experiential.types import Distillation
+from experiential.types import Distillation, Trajectory
 from experiential_plugin_example import note
 
 
@@ -25,3 +26,19 @@ class NoteTaker(ExtractorAgent):
         """Return the default extractor's answer."""
         note("extractors")
         return await super().adistill(*arguments, **options)
+
+
+class Diary:
+    """Remember the last answer of each task."""
+
+    def __init__(self, setup: Setup) -> None:
+        note("memories")
+        self._last: dict[str, str] = {}
+
+    def recall(self, task: str) -> str:
+        """Return what the environment said last."""
+        return self._last.get(task, "")
+
+    def learn(self, trajectory: Trajectory) -> None:
+        """Keep what the environment said last."""
+        self._last[trajectory.task] = trajectory.turns[-1].feedback

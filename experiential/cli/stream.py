@@ -1,0 +1,285 @@
+"""Compare memories on a stream of tasks with `experiential bench stream`.
+
+    experiential bench stream --suite alfworld --model smollm2 --constrain
+    experiential bench stream --suite crossep-emb --transfer --orders 1 --agent oracle
+    experiential bench stream --suite alfworld --arms none,bank,mymodule:MyMemory
+
+Every episode stands in the log when it has ended; the same command goes on after an interruption.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer import Option
+
+from experiential.cli.bench import FOLDER, model_of, open_agents
+from experiential.cli.errors import complain
+from experiential.cli.options import Backend, BackendOption, BaseUrl, Embedder, KeyEnv
+from experiential.cli.rows import show_line
+from experiential.errors import ConfigError
+
+ARMS = "none,trajectory,bm25,template,bank,bank-frozen,bank-shuffled"
+_WIDE = 150
+"""Columns of a table that is not shown in a terminal."""
+_OF_AGENT = (
+    "backend model dtype temperature max_tokens constrain history instruction replies"
+).split()
+_OF_STREAM = "agent arms episodes visits orders seed split transfer freeze_after k embedder".split()
+"""Options that decide what is played; the former only where a language model is asked."""
+_COLUMNS = {
+    "success": ("success, %", 100.0, ".1f"),
+    "turns": ("steps", 1.0, ".1f"),
+    "tokens": ("tokens", 1.0, ",.0f"),
+    "forward_transfer": ("forward transfer, points", 100.0, "+.1f"),
+}
+
+
+def stream(
+    context: typer.Context,
+    suite: Annotated[
+        str, Option(help="A name of `experiential bench suites`, or module:attribute.")
+    ],
+    tasks: Annotated[
+        str | None, Option(help="Only these tasks of the suite, with commas between them.")
+    ] = None,
+    arms: Annotated[
+        str,
+        Option(
+            help="Memories to compare: of none, trajectory, bm25, template, bank, bank-frozen,"
+            " bank-shuffled and bank-placebo, entry points of experiential.memories, or"
+            f" module:attribute.  [default: {ARMS}]",
+            show_default=False,
+        ),
+    ] = ARMS,
+    agent: Annotated[
+        str, Option(help="llm, random, oracle, or module:function of observation and info.")
+    ] = "llm",
+    episodes: Annotated[
+        int | None,
+        Option(min=1, help="Episodes of each task.  [default: every world, once per visit]"),
+    ] = None,
+    visits: Annotated[int, Option(min=1, help="How many of the episodes meet the same world.")] = 1,
+    orders: Annotated[int, Option(min=1, help="Orders in which the episodes come.")] = 3,
+    transfer: Annotated[
+        bool,
+        Option(
+            "--transfer", help="Then read the memory of each task, without learning, in the others."
+        ),
+    ] = False,
+    freeze_after: Annotated[
+        int | None,
+        Option(min=0, help="Episodes that bank-frozen learns from.  [default: half]"),
+    ] = None,
+    k: Annotated[int, Option("--recalled", min=1, help="Entries or episodes recalled.")] = 3,
+    seed: Annotated[int, Option(help="Seed of worlds, orders, episodes and sampling.")] = 0,
+    split: Annotated[str, Option(help="Split of the environments.")] = "eval",
+    slots: Annotated[int, Option(min=0, help="Streams at once; 0: 8 for llm, 1 for others.")] = 0,
+    results: Annotated[
+        Path | None,
+        Option(help=f"A JSON Lines file.  [default: {FOLDER}/stream-SUITE-AGENT-SEED.jsonl]"),
+    ] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Play everything again.")] = False,
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="Print how many episodes would be played, and end.")
+    ] = False,
+    embedder: Embedder = None,
+    backend: Backend = None,
+    backend_option: BackendOption = None,
+    model: Annotated[
+        str | None, Option(help="Plays and distils; named as for `experiential bench run`.")
+    ] = None,
+    base_url: BaseUrl = None,
+    api_key_env: KeyEnv = None,
+    replies: Annotated[
+        Path | None, Option(help="Replies of the scripted backend, one a line, over and over.")
+    ] = None,
+    dtype: Annotated[Literal["float32", "bfloat16"], Option(help="Of a local model.")] = "float32",
+    device: Annotated[str, Option(help="Of a local model.")] = "auto",
+    temperature: Annotated[float, Option(help="Of sampling; 0 is greedy.")] = 0.0,
+    max_tokens: Annotated[int, Option(min=1, help="Of a response.")] = 256,
+    history: Annotated[
+        int | None, Option(min=0, help="Past turns that are shown.  [default: all]")
+    ] = None,
+    instruction: Annotated[str, Option(help="Said to the agent about the environment.")] = "",
+    constrain: Annotated[
+        bool,
+        Option(
+            "--constrain", help="Choose among the admissible actions; always with the tiny model."
+        ),
+    ] = False,
+) -> int:
+    """Compare memories on streams: tasks in a seeded order, while each memory grows.
+
+    Every arm meets the same episodes in the same orders. The model that plays also distils for the
+    arms with a bank; without --agent llm a fixed template does, and `template` is `bank`.
+    """
+    from experiential.agents.extractor import ExtractorAgent
+    from experiential.bank.extractor import Extractor
+    from experiential.bank.index.embed import CachedEmbedder, resolve_embedder
+    from experiential.cli.preflight import check_model
+    from experiential.evaluation.memories import TemplateExtractor, find_memory
+    from experiential.evaluation.play_log import PlayedEpisode, PlayLog
+    from experiential.evaluation.players import SEATS
+    from experiential.evaluation.results import write_whole
+    from experiential.evaluation.stream import StreamPlan, Tools, play_streams
+    from experiential.evaluation.stream_report import report
+    from experiential.evaluation.suites import find_data, find_suite
+    from experiential.llm.metered import Meter, Metered
+    from experiential.llm.models import open_model
+    from experiential.training.roles import prompt_set_name
+
+    find_data()
+    chosen = find_suite(suite, tasks.split(",") if tasks else None)
+    if missing := chosen.missing():
+        steps = [f"{name}: run {' && '.join(steps)}" for name, steps in missing.items()]
+        raise ConfigError(
+            f"Expected all environments of suite {chosen.name} to be ready, got some that are not:"
+            f" {'; '.join(steps)}"
+        )
+    if transfer and len(chosen.tasks) < 2:
+        raise ConfigError(
+            f"Expected a suite of several tasks for --transfer, got {chosen.name} with one; choose"
+            " another --suite, or leave out --tasks"
+        )
+    named = list(dict.fromkeys(arms.split(",")))
+    if agent != "llm" and "bank" in named and "template" in named:
+        named.remove("template")  # the same without a model that distils
+    plan = StreamPlan(
+        tasks=chosen.tasks,
+        arms=tuple(named),
+        episodes=episodes,
+        visits=visits,
+        orders=orders,
+        seed=seed,
+        split=split,
+        transfer=transfer,
+        freeze_after=freeze_after,
+        slots=slots or (8 if agent == "llm" else 1),
+        seat=SEATS.get(agent),
+    )
+    memories = {name: find_memory(name) for name in named}
+    sizes = [(len(plan.steps(key)), key) for key in plan.streams()]
+    total = sum(size for size, _ in sizes)
+    console = Console(width=None if sys.stdout.isatty() else _WIDE)
+    if dry_run:
+        turns = max(task.turns for task in chosen.tasks)
+        line = f"{len(sizes)} streams, {total:,} episodes of at most {turns} steps"
+        show_line(console, f"{line}: at most {total * turns:,} replies of the agent")
+        return 0
+    file = results or FOLDER / f"stream-{chosen.name}-{agent.replace(':', '.')}-{seed}.jsonl"
+    with ExitStack() as stack:
+        llm, prompts = None, "full"
+        settings = settings_of(chosen, context.params)
+        if agent == "llm":
+            model_settings = model_of(context.params)
+            check_model(model_settings)
+            settings["model"] = model_settings.name
+            llm = stack.enter_context(closing(open_model(model_settings)))
+            prompts = prompt_set_name(model_settings)
+
+        def extractor(meter: Meter) -> Extractor:
+            if llm is None:
+                return TemplateExtractor()
+            return ExtractorAgent(Metered(llm, meter), prompts=prompts, seed=seed)
+
+        options = {**context.params, "bank": None, "learn": False}
+        tools = Tools(
+            make_actor=lambda meter: open_agents(options, llm, prompts, meter)[0](),
+            make_extractor=extractor,
+            memories=memories,
+            embedder=CachedEmbedder(resolve_embedder(embedder)),
+            k=k,
+        )
+        log = PlayLog(file, settings, overwrite=overwrite, remedy="use another --results")
+        stack.enter_context(log)
+        successes = [one.success for one in log.episodes.values()]
+
+        def ended(episode: PlayedEpisode) -> None:
+            successes.append(episode.success)
+            if len(successes) % max(total // 20, 1) == 0:
+                rate = 100 * sum(successes) / len(successes)
+                sys.stderr.write(f"{len(successes):,} of {total:,} episodes, {rate:.0f} % solved\n")
+
+        try:
+            asyncio.run(play_streams(plan, tools, log, ended))
+        except KeyboardInterrupt:
+            return complain("interrupted; the same command goes on", 130)
+        found = report(log.episodes.values())
+    write_whole(file.with_suffix(".json"), _as_json({"settings": settings, **found}))
+    console.print(report_table(f"{chosen.name}: {agent}, seed {seed}", found))
+    show_line(console, f"episodes: {file}; report: {file.with_suffix('.json')}")
+    return 0
+
+
+def settings_of(suite: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return all that decides what is played; episodes of other settings are never mixed."""
+    from experiential.envs.readiness import readiness
+    from experiential.evaluation.cell import package_version
+
+    names = (*_OF_STREAM, *(_OF_AGENT if options["agent"] == "llm" else ()))
+    entries = {task.name: readiness(task.id) for task in suite.tasks}
+    return {
+        "suite": suite.name,
+        "tasks": [
+            {"name": task.name, "id": task.id, "kwargs": task.kwargs, "turns": task.turns}
+            for task in suite.tasks
+        ],
+        "data": {
+            name: "real" if entry.has_data() else "made"
+            for name, entry in entries.items()
+            if entry.variable
+        },
+        **{
+            name: str(value) if isinstance(value := options[name], Path) else value
+            for name in names
+        },
+        "version": package_version(),
+    }
+
+
+def report_table(title: str, found: dict[str, Any]) -> Table:
+    """Lay the report out as a table, a row for each arm in each task and each transfer."""
+    table = Table(
+        title=title,
+        caption="95 % intervals; forward transfer: success minus that of `none` on the same"
+        " episodes; orders: lowest and highest success",
+    )
+    for name in ("task", "arm"):
+        table.add_column(name)
+    for name in (*(column for column, _, _ in _COLUMNS.values()), "orders, %", "episodes"):
+        table.add_column(name, justify="right")
+    last = found["rows"][-1]
+    for row in (*found["rows"], *found["overall"]):
+        task = row["source"] if row["task"] in ("", row["source"]) else _pair(row)
+        cells: list[str] = []
+        for name, (_, scale, shape) in _COLUMNS.items():
+            value = row[name]
+            ends = (
+                [format(scale * value[end], shape) for end in ("mean", "low", "high")]
+                if value
+                else ()
+            )
+            cells.append("{} [{}, {}]".format(*ends) if ends else "")
+        orders = row.get("by_order", [])
+        spread = f"{100 * min(orders):.0f} to {100 * max(orders):.0f}" if len(orders) > 1 else ""
+        played = str(row.get("episodes", ""))
+        table.add_row(task, row["arm"], *cells, spread, played, end_section=row is last)
+    return table
+
+
+def _pair(row: dict[str, Any]) -> str:
+    return f"{row['source']} → {row['task']}"
+
+
+def _as_json(value: Any) -> str:
+    import json
+
+    return json.dumps(value, indent=1) + "\n"
