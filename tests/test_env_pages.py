@@ -147,7 +147,7 @@ def test_the_index_shows_what_the_command_prints(
 ) -> None:
     for variable in DATA:
         monkeypatch.delenv(variable, raising=False)
-    for package in ("alfworld", "textworld", "minihack", "nle"):
+    for package in ("alfworld", "textworld", "minigrid", "minihack", "nle"):
         monkeypatch.setitem(sys.modules, package, None)  # as in an installation without them
     for package in ("thefuzz", "snowballstemmer"):
         pytest.importorskip(package, reason="needs the extra webshop")

@@ -37,6 +37,7 @@ there.
 """
 GIVEN: dict[str, dict[str, Any]] = {
     "experiential/ALFWorld-v0": {"data": "made", "turns": 30},
+    "experiential/BabyAI-v0": {"binary": True},
     "experiential/HotpotQA-v0": {"choices": True},
     "experiential/MiniHack-v0": {"preset": "maze"},
 }

@@ -23,6 +23,7 @@ EXTRAS = {
     "vllm": "vllm",
     "serve": "fastapi uvicorn",
     "mcp": "mcp",
+    "babyai": "minigrid pygame-ce",
     "minihack": "minihack nle",
     "alfworld": "alfworld",
     "webshop": "thefuzz",

@@ -83,7 +83,7 @@ def creator_of(spec: EnvSpec) -> Creator:
     return cast("Creator", load_env_creator(point) if isinstance(point, str) else point)
 
 
-def make(env_id: str, **arguments: Any) -> gym.Env[Any, Any]:
+def make(env_id: str, /, **arguments: Any) -> gym.Env[Any, Any]:
     """Make an environment without Gymnasium's checker, which rejects text of free length.
 
     ``preset="name"`` stands for the arguments that the class lists in its attribute ``presets``;

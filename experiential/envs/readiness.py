@@ -70,6 +70,11 @@ READINESS: dict[str, Entry] = {
         data_step="export ALFWORLD_DATA=FOLDER && alfworld-download",
         folder=default_folder,
     ),
+    "experiential/BabyAI-v0": Entry(
+        "missions in a grid of rooms, any level of BabyAI, in BabyAI-Text's sentences",
+        modules=("minigrid", "pygame"),
+        extra="babyai",
+    ),
     "experiential/FrozenLake-v0": Entry(
         "grid with holes and abstract symbols (Experiential RL), or Gymnasium's 4x4 and 8x8"
     ),
