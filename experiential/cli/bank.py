@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,6 +28,7 @@ from experiential.cli.options import (
     Namespace,
     Store,
     named_model,
+    opened_extractor,
 )
 from experiential.cli.rows import show_json, show_pairs, show_rows
 from experiential.errors import BankError, BankLockedError, BudgetError, ConfigError
@@ -506,11 +507,8 @@ def merge(
         show_rows(rows, as_json)
         return 0
 
-    from experiential.agents.extractor import ExtractorAgent
     from experiential.bank.manager import ExperienceManager
     from experiential.cli.preflight import check_model
-    from experiential.llm.models import open_model
-    from experiential.training.roles import prompt_set_name
 
     settings = named_model(model, base_url, api_key_env, backend, backend_option)
     check_model(settings)
@@ -520,8 +518,7 @@ def merge(
             scratch = stack.enter_context(TemporaryDirectory(prefix="experiential-merge-"))
             bank = stack.enter_context(bank.fork(scratch))
         head, spent = bank.head, None
-        llm = stack.enter_context(closing(open_model(settings)))
-        extractor = ExtractorAgent(llm, prompts=prompt_set_name(settings), seed=0)
+        extractor = stack.enter_context(opened_extractor(settings, seed=0))
         with ExperienceManager(bank, extractor) as manager:
             try:
                 manager.merge()

@@ -6,8 +6,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,12 +26,14 @@ from experiential.cli.options import (
     Review,
     Store,
     named_model,
+    opened_extractor,
 )
 from experiential.cli.serve import TOKEN_VARIABLE, bank_server
 from experiential.errors import BackendError, BankError, BudgetError, ConfigError
 from experiential.sync import attempted
 
 if TYPE_CHECKING:
+    from experiential.bank.manager import ExperienceManager
     from experiential.bank.protocol import Bank
     from experiential.types import Distillation, Experience, Trajectory
 
@@ -94,29 +97,17 @@ def distil(
             "Expected a model that distils, got none; pass --model, for example --model smollm2, or"
             " --base-url with the address of a server"
         )
-    from experiential.agents.extractor import ExtractorAgent
     from experiential.bank.manager import ExperienceManager
     from experiential.cli.preflight import check_model
-    from experiential.llm.models import open_model
-    from experiential.training.roles import prompt_set_name
 
     settings = named_model(model, base_url, api_key_env, backend, backend_option)
     check_model(settings)
-    distilled = written = 0
-
-    def tell(trajectory: Trajectory, _: Distillation, entries: list[Experience]) -> None:
-        nonlocal distilled, written
-        distilled, written = distilled + 1, written + len(entries)
-        task = " ".join(trajectory.task.split())
-        task = task if len(task) <= _SHOWN else f"{task[: _SHOWN - 1]}…"
-        clock = time.strftime("%H:%M:%S")
-        say(f"{clock} {distilled} distilled, {len(entries)} entries written: {task}")
-
+    told = _Told()
     with ExitStack() as stack:
         serve: Callable[[], None] | None = None
-        chosen: dict[str, Any] = {"embedder": embedder, "store": store}
         source: Bank
         is_remote = bank.startswith(("http://", "https://"))
+        chosen: dict[str, Any] = {"embedder": embedder, "store": store}
         if is_remote or until_empty:
             options = {"token": token, "embedder": embedder} if is_remote else chosen
             source = stack.enter_context(opened_at(bank, namespace, write=True, **options))
@@ -127,39 +118,17 @@ def distil(
                 source = banks.get(namespace).bank
             except ValueError as error:
                 raise ConfigError(str(error)) from error
-        llm = stack.enter_context(closing(open_model(settings)))
-        extractor = ExtractorAgent(llm, prompts=prompt_set_name(settings))
-        dead = source.queue.counts()["dead"]
-        stopped = threading.Event()
-
-        def stop(number: int, frame: object) -> None:
-            """Note the first signal; a second one ends the process at once."""
-            signal.signal(number, signal.SIG_DFL)
-            stopped.set()
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before = signal.signal(number, stop)
-            stack.callback(signal.signal, number, before)
+        extractor = stack.enter_context(opened_extractor(settings))
+        stopped = stack.enter_context(_stop_signal())
         if serve is not None:
             threading.Thread(target=serve, name="bank-server", daemon=True).start()
+        dead = source.queue.counts()["dead"]
         manager = ExperienceManager(
-            source, extractor, on_distillation=tell, distill_workers=workers, review=review
+            source, extractor, on_distillation=told, distill_workers=workers, review=review
         )
         given_up = 0
         try:
-            while not stopped.wait(_LOOK_SECONDS):
-                try:
-                    manager.drain(_LOOK_SECONDS)
-                    if until_empty and not source.queue.counts()["queued"]:
-                        break
-                except TimeoutError:
-                    continue
-                except BackendError as error:  # the model; it may come back, but spent money not
-                    if until_empty or isinstance(error, BudgetError):
-                        raise
-                except BankError:  # the bank's server; the manager waits until it is back
-                    if until_empty:
-                        raise
+            _distil_until(stopped, manager, until_empty)
         finally:
             with suppress(BankError):  # without its server a bank cannot save its counters
                 manager.close(drain=_SECONDS_TO_FINISH)
@@ -168,10 +137,60 @@ def distil(
             if not isinstance(left, Exception):
                 given_up = left["dead"] - dead
                 end = f", {given_up} given up; {left['queued']} wait in the queue"
-            say(f"{distilled} distilled, {written} entries written{end}")
+            say(f"{told.distilled} distilled, {told.written} entries written{end}")
     if given_up and until_empty:
         sys.stderr.write("experiential bank dead-letters says why\n")
         raise typer.Exit(1)
+
+
+@dataclass(slots=True)
+class _Told:
+    """Print each distillation, and count."""
+
+    distilled: int = 0
+    written: int = 0
+
+    def __call__(self, trajectory: Trajectory, _: Distillation, entries: list[Experience]) -> None:
+        self.distilled += 1
+        self.written += len(entries)
+        task = " ".join(trajectory.task.split())
+        task = task if len(task) <= _SHOWN else f"{task[: _SHOWN - 1]}…"
+        clock = time.strftime("%H:%M:%S")
+        say(f"{clock} {self.distilled} distilled, {len(entries)} entries written: {task}")
+
+
+@contextmanager
+def _stop_signal() -> Generator[threading.Event]:
+    """Note the first Ctrl-C or SIGTERM in the event; a second one ends the process at once."""
+    stopped = threading.Event()
+
+    def stop(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        stopped.set()
+
+    before = {one: signal.signal(one, stop) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _distil_until(stopped: threading.Event, manager: ExperienceManager, until_empty: bool) -> None:
+    """Wait while the manager distils, for a signal or, with ``until_empty``, the last episode."""
+    while not stopped.wait(_LOOK_SECONDS):
+        try:
+            manager.drain(_LOOK_SECONDS)
+            if until_empty and not manager.bank.queue.counts()["queued"]:
+                break
+        except TimeoutError:
+            continue
+        except BackendError as error:  # the model; it may come back, but spent money not
+            if until_empty or isinstance(error, BudgetError):
+                raise
+        except BankError:  # the bank's server; the manager waits until it is back
+            if until_empty:
+                raise
 
 
 def say(line: str) -> None:

@@ -21,6 +21,7 @@ from experiential.errors import BudgetError, CheckpointError, ConfigError, Missi
 from experiential.recipe import load_experiment
 
 if TYPE_CHECKING:
+    from experiential.evaluation.card import Card
     from experiential.evaluation.cell import Cell
     from experiential.training.run_evaluation import EvaluatedRun
 
@@ -71,17 +72,41 @@ def evaluate(
         named = named_model(model, base_url, api_key_env)
         overrides = [*UNTRAINED, *model_overrides("model", named), *overrides]
     wanted = parse_arms(arms)
-    from experiential.training.run_evaluation import METRICS, evaluate_run, finished_cells, open_run
+    runs = [_opened(folder, overrides) for folder in folders]
+    _check_output(output)
+    quieten()
+    from experiential.evaluation.card import make_card
 
-    runs: list[EvaluatedRun] = []
-    for folder in folders:
-        if not (folder / CONFIG_FILE).is_file():
-            raise CheckpointError(
-                f"Expected the output folder of a run, got {folder}, which has no {CONFIG_FILE}"
-            )
-        experiment = load_experiment(folder / CONFIG_FILE, overrides)
-        check_experiment(experiment)
-        runs.append(open_run(folder, experiment))
+    console = Console(stderr=as_json)
+    cells, spent = _play(runs, wanted, output / CELLS, resume, console)
+    card = make_card(cells, arms=wanted, overrides=overrides)
+    text = card.model_dump_json(indent=1) + "\n"
+    (output / CARD).write_text(text, encoding="utf-8")
+    drawn = _draw(card, runs, output)
+    if as_json:
+        sys.stdout.write(text)
+    else:
+        _show(console, card, output, *drawn, plain=plain)
+    if spent is None:
+        return 0
+    over = f"{spent}; what was played before is in {output / CARD}, and the same command goes on"
+    return complain(over, 1)
+
+
+def _opened(folder: Path, overrides: Sequence[str]) -> EvaluatedRun:
+    """Open the newest checkpoint of a run with some settings changed."""
+    if not (folder / CONFIG_FILE).is_file():
+        raise CheckpointError(
+            f"Expected the output folder of a run, got {folder}, which has no {CONFIG_FILE}"
+        )
+    from experiential.training.run_evaluation import open_run
+
+    experiment = load_experiment(folder / CONFIG_FILE, overrides)
+    check_experiment(experiment)
+    return open_run(folder, experiment)
+
+
+def _check_output(output: Path) -> None:
     try:
         output.mkdir(parents=True, exist_ok=True)
         reason = None if os.access(output, os.W_OK) else "choose another"
@@ -91,19 +116,18 @@ def evaluate(
         raise ConfigError(
             f"Expected a folder that can be written for --output, got {output}: {reason}"
         )
-    quieten()
-    from experiential.cli.card import card_lines, card_table, dollars, remarks
-    from experiential.cli.view import describe_evaluation
-    from experiential.evaluation.card import make_card
-    from experiential.evaluation.cell import cell_store, settings_digest
-    from experiential.evaluation.page import write_page
-    from experiential.evaluation.picture import draw_card
-    from experiential.training.metrics import read_events
 
-    console = Console(stderr=as_json)
-    store = cell_store(output / CELLS, overwrite=not resume)
+
+def _play(
+    runs: Sequence[EvaluatedRun], arms: Sequence[Arm], folder: Path, resume: bool, console: Console
+) -> tuple[list[Cell], BudgetError | None]:
+    """Play all cells that are not finished; when a budget is spent, return those there are."""
+    from experiential.cli.view import describe_evaluation
+    from experiential.evaluation.cell import cell_store
+    from experiential.training.run_evaluation import evaluate_run, finished_cells
+
+    store = cell_store(folder, overwrite=not resume)
     cells: list[Cell] = []
-    spent: BudgetError | None = None
     for run in runs:
 
         def tell(event: dict[str, Any], name: str = run.name) -> None:
@@ -111,43 +135,58 @@ def evaluate(
                 show_line(console, f"{name}: {describe_evaluation(event)}")
 
         try:
-            cells += evaluate_run(run, wanted, store, observer=tell)
+            cells += evaluate_run(run, arms, store, observer=tell)
         except BudgetError as error:
-            spent = error
-            found = finished_cells(run, wanted, cell_store(output / CELLS))
-            cells += found.values()
-            break
-    if spent is not None and not cells:
-        raise spent
-    card = make_card(cells, arms=wanted, overrides=overrides)
-    text = card.model_dump_json(indent=1) + "\n"
-    (output / CARD).write_text(text, encoding="utf-8")
+            cells += finished_cells(run, arms, cell_store(folder)).values()
+            if not cells:
+                raise
+            return cells, error
+    return cells, None
+
+
+def _draw(card: Card, runs: Sequence[EvaluatedRun], output: Path) -> tuple[Path, Path | None, str]:
+    """Write the page and the picture; return their files, and why there is no picture."""
+    from experiential.evaluation.cell import settings_digest
+    from experiential.evaluation.page import write_page
+    from experiential.evaluation.picture import draw_card
+    from experiential.training.metrics import read_events
+    from experiential.training.run_evaluation import METRICS
+
     metrics = {settings_digest(run.experiment): run.folder / METRICS for run in runs}
     curves: dict[str, list[list[dict[str, Any]]]] = {}
     for recipe in card.recipes:  # a run without metrics has no curve
         mine = [metrics[one.settings] for one in recipe.runs]
         curves[recipe.name] = [read_events(file) for file in mine if file.is_file()]
-    picture, no_picture = None, ""
+    picture, missing = None, ""
     try:
         picture = draw_card(card, curves, output / PICTURE)
     except MissingExtraError as error:
         (output / PICTURE).unlink(missing_ok=True)
-        no_picture = str(error)
-    page = write_page(card, output / PAGE, picture)
+        missing = str(error)
+    return write_page(card, output / PAGE, picture), picture, missing
 
-    over = f"{spent}; what was played before is in {output / CARD}, and the same command goes on"
-    if as_json:
-        sys.stdout.write(text)
-        return 0 if spent is None else complain(over, 1)
+
+def _show(
+    console: Console,
+    card: Card,
+    output: Path,
+    page: Path,
+    picture: Path | None,
+    missing: str,
+    *,
+    plain: bool,
+) -> None:
+    """Print the card and where its files are."""
+    from experiential.cli.card import card_lines, card_table, dollars, remarks
+
     if not plain:
         console.print(card_table(card))
     for line in card_lines(card) if plain else (*dollars(card), *remarks(card)):
         show_line(console, line)
     if picture is None:
-        show_line(console, f"no picture: {no_picture}")
+        show_line(console, f"no picture: {missing}")
     for file in filter(None, (output / CARD, page, picture)):
         show_line(console, f"{file.stem:>15}  {file}")
-    return 0 if spent is None else complain(over, 1)
 
 
 def split_targets(targets: Sequence[str]) -> tuple[list[Path], list[str]]:

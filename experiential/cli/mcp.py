@@ -10,7 +10,7 @@ import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Generator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, Field
@@ -19,7 +19,15 @@ from typer import Argument, Option
 from experiential import __version__
 from experiential.bank.episode import Episode
 from experiential.bank.manager import ExperienceManager
-from experiential.cli.options import BaseUrl, Embedder, KeyEnv, Namespace, Review, named_model
+from experiential.cli.options import (
+    BaseUrl,
+    Embedder,
+    KeyEnv,
+    Namespace,
+    Review,
+    named_model,
+    opened_extractor,
+)
 from experiential.cli.serve import TOKEN_VARIABLE, check_token, listen
 from experiential.errors import BankLockedError, ConfigError, ExperientialError, MissingExtraError
 
@@ -106,11 +114,8 @@ def mcp(
         import mcp.server.mcpserver  # noqa: F401  # pyright: ignore[reportUnusedImport]
     except ImportError as error:
         raise MissingExtraError(error.name or "mcp", "mcp") from None
-    from experiential.agents.extractor import ExtractorAgent
     from experiential.bank.bank import ExperienceBank
     from experiential.cli.preflight import check_model
-    from experiential.llm.models import open_model
-    from experiential.training.roles import prompt_set_name
 
     with ExitStack() as stack:
         listener = None
@@ -134,8 +139,7 @@ def mcp(
         if distils:
             settings = named_model(model, base_url, api_key_env)
             check_model(settings)
-            llm = stack.enter_context(closing(open_model(settings)))
-            extractor = ExtractorAgent(llm, prompts=prompt_set_name(settings))
+            extractor = stack.enter_context(opened_extractor(settings))
         manager = stack.enter_context(ExperienceManager(opened, extractor, review=review))
         server = create_server(manager, one_client=listener is None)
         if listener is None:
@@ -163,11 +167,9 @@ def create_server(manager: ExperienceManager, *, one_client: bool = False) -> MC
             Among several clients that would credit one with the work of another.
     """
     from mcp.server.mcpserver import MCPServer
-    from mcp.server.mcpserver.exceptions import ToolError
     from mcp.types import ToolAnnotations
 
-    running: OrderedDict[str, Episode] = OrderedDict()
-    read_only = manager.bank.read_only
+    tools, read_only = _Tools(manager, one_client), manager.bank.read_only
     server: MCPServer[Any] = MCPServer(
         "experiential",
         version=__version__,
@@ -175,54 +177,63 @@ def create_server(manager: ExperienceManager, *, one_client: bool = False) -> MC
         + ("" if read_only else " Call record when you are done, whether you succeeded or not."),
         log_level="WARNING",
     )
+    reads = ToolAnnotations(read_only_hint=True, open_world_hint=False)
+    server.add_tool(tools.recall, annotations=reads)
+    server.add_tool(tools.ask, annotations=reads)
+    if not read_only:
+        adds = ToolAnnotations(read_only_hint=False, destructive_hint=False, open_world_hint=False)
+        server.add_tool(tools.record, annotations=adds)
+    logging.getLogger("mcp").setLevel(logging.WARNING)
+    return server
 
-    @contextmanager
-    def named_errors() -> Generator[None]:
-        """Turn a mistake of the caller, or of the bank, into words that its model can read."""
-        try:
-            yield
-        except (ValueError, TypeError, ExperientialError, TimeoutError) as error:
-            raise ToolError(str(error) or type(error).__name__) from error
 
-    def find(episode: str | None, task: str | None = None) -> Episode | None:
-        if episode is not None:
-            if episode not in running:
-                raise ToolError(
-                    f"Expected the episode that recall named and that is not recorded yet, got"
-                    f" {episode!r}; call recall, or leave episode out"
-                )
-            return running[episode]
-        newest = reversed(running.values()) if one_client else iter(())
-        return next((one for one in newest if task is None or one.task == task), None)
+@contextmanager
+def _named_errors() -> Generator[None]:
+    """Turn a mistake of the caller, or of the bank, into words that its model can read."""
+    from mcp.server.mcpserver.exceptions import ToolError
 
-    async def recall(task: str, k: int | None = None) -> Recalled:
+    try:
+        yield
+    except (ValueError, TypeError, ExperientialError, TimeoutError) as error:
+        raise ToolError(str(error) or type(error).__name__) from error
+
+
+class _Tools:
+    """Answer the calls of agents; their docstrings are what the agents' models read."""
+
+    def __init__(self, manager: ExperienceManager, one_client: bool) -> None:
+        self._manager, self._one_client = manager, one_client
+        self._running: OrderedDict[str, Episode] = OrderedDict()
+
+    async def recall(self, task: str, k: int | None = None) -> Recalled:
         """Get lessons of earlier episodes for a task that you are about to start.
 
         Args:
             task: What is to be done, in words; the same words for the same task.
             k: The most lessons to get.
         """
-        with named_errors():
-            episode = await manager.episode(task, k=k, max_calls=ANSWERS).astart()
-        if not read_only:
-            running[episode.id] = episode
-            while len(running) > OPEN_EPISODES:
-                running.popitem(last=False)
+        with _named_errors():
+            episode = await self._manager.episode(task, k=k, max_calls=ANSWERS).astart()
+        if not self._manager.bank.read_only:
+            self._running[episode.id] = episode
+            while len(self._running) > OPEN_EPISODES:
+                self._running.popitem(last=False)
         return Recalled(episode=episode.id, advice=episode.advice)
 
-    async def ask(query: str, episode: str | None = None) -> str:
+    async def ask(self, query: str, episode: str | None = None) -> str:
         """Ask what was learnt in earlier episodes, at any time during a task.
 
         Args:
             query: Your situation, what you tried, and what you need to know.
             episode: What recall returned for this task.
         """
-        with named_errors():
-            asker = find(None if read_only else episode)
-            asker = asker or manager.episode(query, guided=True)
+        with _named_errors():
+            asker = self._find(None if self._manager.bank.read_only else episode)
+            asker = asker or self._manager.episode(query, guided=True)
             return await asker.tool.acall({"query": query})
 
     async def record(
+        self,
         task: str,
         transcript: str | list[dict[str, Any]] | None = None,
         turns: list[Step] | None = None,
@@ -242,12 +253,12 @@ def create_server(manager: ExperienceManager, *, one_client: bool = False) -> MC
             feedback: What a test, a user or the environment said of the result.
             episode: What recall returned for this task.
         """
-        with named_errors():
+        with _named_errors():
             if (transcript is None) == (turns is None):
                 got = "neither" if transcript is None else "both"
                 raise ValueError(f"Expected either transcript or turns, got {got}")
             # Without a recall it is an episode that saw no advice, of nobody's choice.
-            ending = find(episode, task) or manager.episode(task, guided=True)
+            ending = self._find(episode, task) or self._manager.episode(task, guided=True)
             if ending.task != task:
                 raise ValueError(
                     f"Expected the task that episode {ending.id} was recalled for,"
@@ -260,16 +271,19 @@ def create_server(manager: ExperienceManager, *, one_client: bool = False) -> MC
             for turn in turns or ():
                 ending.record(turn.observation, turn.action, turn.reward)
             ended = await ending.afinish(success=success, score=score, feedback=feedback)
-            running.pop(ending.id, None)
+            self._running.pop(ending.id, None)
             if ending.error is not None:
-                raise ToolError(f"The episode could not be recorded: {ending.error}")
+                raise ExperientialError(f"The episode could not be recorded: {ending.error}")
         return Recorded(episode=ended.id, credited=len(ended.uses))
 
-    reads = ToolAnnotations(read_only_hint=True, open_world_hint=False)
-    server.add_tool(recall, annotations=reads)
-    server.add_tool(ask, annotations=reads)
-    if not read_only:
-        adds = ToolAnnotations(read_only_hint=False, destructive_hint=False, open_world_hint=False)
-        server.add_tool(record, annotations=adds)
-    logging.getLogger("mcp").setLevel(logging.WARNING)
-    return server
+    def _find(self, episode: str | None, task: str | None = None) -> Episode | None:
+        """Return the running episode with this id, or the newest one of a single client."""
+        if episode is not None:
+            if episode not in self._running:
+                raise ValueError(
+                    f"Expected the episode that recall named and that is not recorded yet, got"
+                    f" {episode!r}; call recall, or leave episode out"
+                )
+            return self._running[episode]
+        newest = reversed(self._running.values()) if self._one_client else iter(())
+        return next((one for one in newest if task is None or one.task == task), None)

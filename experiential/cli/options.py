@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Generator, Sequence
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
@@ -12,6 +13,9 @@ from experiential.cli.errors import show_version
 from experiential.config import ModelSettings, ServerSettings
 from experiential.errors import ConfigError, first_problem
 from experiential.llm.base import IN_PROCESS, read_options
+
+if TYPE_CHECKING:
+    from experiential.agents.extractor import ExtractorAgent
 
 AsJson = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
 Version = Annotated[
@@ -116,3 +120,14 @@ def model_overrides(section: str, model: ModelSettings) -> list[str]:
     """Return the overrides of a run that put this model into a section, ``model`` say."""
     server = None if model.server is None else model.server.model_dump(exclude_defaults=True)
     return [f"{section}.name={json.dumps(model.name)}", f"{section}.server={json.dumps(server)}"]
+
+
+@contextmanager
+def opened_extractor(settings: ModelSettings, seed: int | None = None) -> Generator[ExtractorAgent]:
+    """Open the model of these settings as an extractor, with its prompts, for a while."""
+    from experiential.agents.extractor import ExtractorAgent
+    from experiential.llm.models import open_model
+    from experiential.training.roles import prompt_set_name
+
+    with closing(open_model(settings)) as llm:
+        yield ExtractorAgent(llm, prompts=prompt_set_name(settings), seed=seed)
