@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from experiential.evaluation.suite_report import (
     by_world,
     report,
 )
-from experiential.evaluation.suites import SUITES, SuiteTask, find_suite
+from experiential.evaluation.suites import SUITES, Suite, SuiteTask, find_suite
 from experiential.llm.scripted import ScriptedLLM
 
 LAKE = find_suite("frozenlake").tasks[0]
@@ -80,6 +81,11 @@ def test_the_suites_are_those_of_the_issue_and_name_only_registered_environments
         "frozenlake",
         "three-task",
         "six-task",
+        "alfworld-unseen",
+        "alfworld-seen",
+        "alfworld-valid-train",
+        "webshop-test",
+        "hotpotqa-validation",
     }
     assert {task.id for suite in SUITES.values() for task in suite.tasks} <= set(ENVS)
     assert all(suite.source for suite in SUITES.values())
@@ -93,6 +99,8 @@ def test_the_mixtures_are_those_of_appendix_c3() -> None:
         SUITES["six-task"].tasks
     ) == 6
     assert {task.turns for task in SUITES["six-task"].tasks} == {30}
+    played = {task.name: (task.split, task.worlds) for task in SUITES["six-task"].tasks}
+    assert played["alfworld"] == ("valid_unseen", 134) and played["webshop"] == ("test", 500)
 
 
 @pytest.mark.parametrize(
@@ -101,13 +109,16 @@ def test_the_mixtures_are_those_of_appendix_c3() -> None:
         task.name + str(task.turns): task for suite in SUITES.values() for task in suite.tasks
     }.values(),
 )
-def test_every_task_of_a_ready_environment_begins(task: SuiteTask) -> None:
+def test_every_task_begins_and_tells_its_true_budget(task: SuiteTask) -> None:
+    (task,) = Suite("one", (task,), "").with_made_data().tasks
     if READINESS[task.id].missing():
         pytest.skip(f"needs {READINESS[task.id].missing()}")
-    env = gym.make(task.id, split="eval", disable_env_checker=True, **task.kwargs)
+    env: Any = gym.make(task.id, disable_env_checker=True, **task.arguments()).unwrapped
     _, info = env.reset(seed=0)
-    env.close()
     assert info["admissible"], "the random agent draws from these"
+    steps = (env.step("no such action") for _ in range(task.turns))
+    assert [step[3] for step in steps] == [False] * (task.turns - 1) + [True]
+    env.close()
 
 
 def test_a_suite_that_is_not_ready_names_the_line_that_installs_it(
@@ -126,6 +137,78 @@ def test_a_suite_that_is_not_ready_names_the_line_that_installs_it(
     assert not (tmp_path / "r.json").exists()
 
 
+# What is printed is what is played
+
+
+@pytest.fixture
+def no_data(monkeypatch: Any, tmp_path: Path) -> None:
+    """A machine without real data."""
+    for name in ("EXPERIENTIAL_DATA", "WEBSHOP_DATA", "HOTPOTQA_DATA", "ALFWORLD_DATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+def test_without_data_a_suite_names_the_command_and_plays_invented_data_only_on_request(
+    no_data: None, tmp_path: Path, capsys: Any
+) -> None:
+    played = ("--suite", "hotpotqa", "--agent", "oracle", "--episodes", "3")
+    assert evaluate(tmp_path / "r.json", *played) == 2
+    error = capsys.readouterr().err
+    assert "run export HOTPOTQA_DATA=FILE" in error and "--made" in error
+    assert not (tmp_path / "r.json").exists()
+    assert evaluate(tmp_path / "r.json", *played, "--made") == 0
+    shown, found = capsys.readouterr().out, told(tmp_path / "r.json")
+    (facts,) = found["settings"]["tasks"]
+    row = found["report"]["tasks"][0]
+    kept = {name: row[name] for name in ("data", "split", "digest", "protocol")}
+    assert kept == {name: facts[name] for name in kept}
+    assert (row["data"], row["split"], len(row["digest"])) == ("made", "eval", 12)
+    assert row["protocol"] == "5 turns, preset=erl, choices=True"
+    assert f"hotpotqa: MADE data, eval of 150 worlds, digest {row['digest']}; 5 turns" in shown
+    assert f"made eval {row['digest']}" in shown and "MADE DATA, not that of" in shown
+    assert found["settings"]["suite"] == "hotpotqa-made"
+
+
+def test_real_data_is_said_with_a_digest_that_follows_its_content(
+    no_data: None, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    rows = [
+        {"_id": str(n), "question": f"Who is {n}?", "answer": "Ada", "context": [["T", ["Ada."]]]}
+        for n in range(8)
+    ]
+    digests: list[str] = []
+    for name in ("one", "two", "one"):
+        rows[0]["answer"] = name
+        (tmp_path / "q.json").write_text(json.dumps(rows))
+        os.utime(tmp_path / "q.json", ns=(len(digests), len(digests)))
+        monkeypatch.setenv("HOTPOTQA_DATA", str(tmp_path / "q.json"))
+        (facts,) = find_suite("hotpotqa").with_split("all").ready()
+        assert (facts.data, facts.split, facts.worlds) == ("real", "all", 8)
+        digests.append(facts.digest)
+    assert digests[0] == digests[2] != digests[1]
+    official = ("--suite", "hotpotqa-validation", "--agent", "oracle")
+    assert evaluate(tmp_path / "r.json", *official) == 2
+    assert "Expected the 7405 worlds of split all" in capsys.readouterr().err
+
+
+def test_a_digest_knows_the_worlds_apart() -> None:
+    def digest(name: str, **kwargs: Any) -> str:
+        env: Any = gym.make(f"experiential/{name}-v0", disable_env_checker=True, **kwargs)
+        return env.unwrapped.digest()
+
+    for name in ("Sokoban", "FrozenLake", "Vault"):
+        drawn = [digest(name, split=split) for split in ("eval", "eval", "train")]
+        assert drawn[0] == drawn[1] != drawn[2]
+    assert digest("Sokoban", preset="complementary") != digest("Sokoban")
+
+
+def test_an_official_set_is_played_whole_unless_told_otherwise() -> None:
+    task = SuiteTask("set", "Any-v0", worlds=134)
+    assert len(Plan().jobs(task, 134, None)) == 134
+    assert len(Plan(episodes=20).jobs(task, 134, None)) == 20
+    assert len(Plan().jobs(SuiteTask("free", "Any-v0"), 500, None)) == 100
+
+
 # Agents
 
 
@@ -133,18 +216,9 @@ def test_a_suite_that_is_not_ready_names_the_line_that_installs_it(
 def test_the_oracle_wins_every_episode_and_random_play_does_not(
     suite: str, tmp_path: Path, capsys: Any
 ) -> None:
-    assert (
-        evaluate(
-            tmp_path / "oracle.json", "--suite", suite, "--agent", "oracle", "--episodes", "10"
-        )
-        == 0
-    )
-    assert (
-        evaluate(
-            tmp_path / "random.json", "--suite", suite, "--agent", "random", "--episodes", "10"
-        )
-        == 0
-    )
+    played = ("--suite", suite, "--made", "--episodes", "10")
+    assert evaluate(tmp_path / "oracle.json", *played, "--agent", "oracle") == 0
+    assert evaluate(tmp_path / "random.json", *played, "--agent", "random") == 0
     won, drawn = told(tmp_path / "oracle.json"), told(tmp_path / "random.json")
     assert all(
         task["success"]["mean"] == 1.0 and task["failed"] == 0 and task["episodes"] == 10
@@ -175,7 +249,7 @@ def test_the_same_seed_plays_the_same_episodes_and_another_plays_others(tmp_path
         )
         seen.append(
             [
-                {**one, "seconds": 0}
+                {**one, "seconds": 0, "time": ""}
                 for one in told(tmp_path / f"{name}.json")["cells"][0]["episodes"]
             ]
         )
@@ -583,7 +657,9 @@ def test_a_suite_of_another_package_with_its_environment_is_played(
     assert evaluate(tmp_path / "o.json", *suite, "--agent", "oracle") == 0
     found = told(tmp_path / "o.json")
     assert found["report"]["tasks"][0]["success"]["mean"] == 1.0
-    assert found["settings"]["suite"] == "mine" and found["settings"]["data"] == {}
+    assert (
+        found["settings"]["suite"] == "mine" and found["settings"]["tasks"][0]["data"] == "foreign"
+    )
     assert evaluate(tmp_path / "r.json", *suite, "--agent", "random") == 0
 
 

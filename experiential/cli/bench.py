@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -43,7 +44,7 @@ from experiential.plugins import import_from_here, known_names
 if TYPE_CHECKING:
     from experiential.config import ModelSettings
     from experiential.evaluation.suite_play import MakeActor, SuiteBank
-    from experiential.evaluation.suites import Suite
+    from experiential.evaluation.suites import Suite, TaskFacts
 
 FOLDER = Path("runs/benchmarks")
 """Where results go by default."""
@@ -53,7 +54,7 @@ _OF_AGENT = (
     "backend backend_option model base_url dtype temperature max_tokens constrain history"
     " instruction replies"
 ).split()
-_OF_RUN = "agent episodes visits seed split search_and_ask bank namespace embedder learn".split()
+_OF_RUN = "agent episodes visits seed search_and_ask bank namespace embedder learn".split()
 """Options that decide what is played; the former only where a language model is asked."""
 _SHAPES = {
     "success": ("success, %", 100.0, ".1f"),
@@ -84,8 +85,8 @@ def suites(as_json: AsJson = False) -> None:
         return
     for row in rows:
         state = f"run: {' && '.join(row['to_do'])}" if row["to_do"] else "ready"
-        lines = (f"{row['suite']:11} {', '.join(row['tasks'])}", row["source"], state)
-        sys.stdout.write(f"\n{'':12}".join(lines) + "\n")
+        lines = (f"{row['suite']:19} {', '.join(row['tasks'])}", row["source"], state)
+        sys.stdout.write(f"\n{'':20}".join(lines) + "\n")
 
 
 @app.command()
@@ -100,10 +101,18 @@ def run(
     agent: Annotated[
         str, Option(help="llm, random, oracle, or module:function of observation and info.")
     ] = "llm",
-    episodes: Annotated[int, Option(min=1, help="Episodes of each task and arm.")] = 100,
+    episodes: Annotated[
+        int | None,
+        Option(min=1, help="Of each task and arm.  [default: all of an official set, else 100]"),
+    ] = None,
     visits: Annotated[int, Option(min=1, help="How many of the episodes meet the same world.")] = 1,
     seed: Annotated[int, Option(help="Seed of worlds, episodes and sampling.")] = 0,
-    split: Annotated[str, Option(help="Split of the environments.")] = "eval",
+    split: Annotated[
+        str | None, Option(help="Split of all tasks.  [default: each task's own]")
+    ] = None,
+    made: Annotated[
+        bool, Option("--made", help="Play invented worlds where a task has real data.")
+    ] = False,
     slots: Annotated[int, Option(min=0, help="Episodes at once; 0: 8 for llm, 1 for others.")] = 0,
     results: Annotated[
         Path | None, Option(help=f"A JSON file.  [default: {FOLDER}/SUITE-AGENT-SEED.json]")
@@ -171,19 +180,16 @@ def run(
 
     find_data()
     chosen = find_suite(suite, tasks.split(",") if tasks else None)
-    if missing := chosen.missing():
-        steps = [f"{name}: run {' && '.join(steps)}" for name, steps in missing.items()]
-        raise ConfigError(
-            f"Expected all environments of suite {chosen.name} to be ready, got some that are not:"
-            f" {'; '.join(steps)}"
-        )
+    chosen = chosen.with_made_data() if made else chosen
+    chosen = chosen.with_split(split) if split else chosen
     for option, wanted in (("--learn", learn), ("--search-and-ask", search_and_ask)):
         if wanted and bank is None:
             raise ConfigError(f"Expected --bank FOLDER with {option}, got none")
-    if visits > episodes:
+    if episodes is not None and visits > episodes:
         raise ConfigError(
             f"Expected at most as many --visits as --episodes ({episodes}), got {visits}"
         )
+    facts = chosen.ready()
     file = results or FOLDER / f"{chosen.name}-{agent.replace(':', '.')}-{seed}.json"
     about, remedy = "results of experiential bench run", "use --overwrite or another --results"
     store = ResultStore(file.parent, SuiteResults, about=about, remedy=remedy, overwrite=overwrite)
@@ -197,7 +203,7 @@ def run(
             llm, prompts = stack.enter_context(closing(open_model(named))), prompt_set_name(named)
         meter = Meter()
         make_actor, second = open_agents(context.params, llm, prompts, meter)
-        settings = settings_of(chosen, context.params, asks=asks)
+        settings = settings_of(chosen, facts, context.params, asks=asks)
         if second is not None and second.extractor is None:
             with second.open() as opened:
                 settings["commit"] = opened.head  # a bank that has grown since is another setting
@@ -222,8 +228,9 @@ def run(
                 return complain(spent, 1)
 
     console = Console(width=None if sys.stdout.isatty() else _WIDE)
-    console.print(report_table(f"{chosen.name}: {agent}, seed {seed}", done.report))
-    console.print(f"as in {chosen.source}", markup=False, highlight=False)
+    console.print(report_table(title_of(chosen, facts, agent, seed), done.report))
+    source = "MADE DATA, not that of" if any(one.data == "made" for one in facts) else "as in"
+    console.print(f"{source} {chosen.source}", markup=False, highlight=False)
     for task in done.report["tasks"]:
         for reason, count in task["failures"].items():
             line = f"{task['task']} ({task['arm']}): {count} failed: {reason}"
@@ -308,12 +315,18 @@ def model_of(options: dict[str, Any]) -> ModelSettings:
     return settings.model_copy(update={name: options[name] for name in ("dtype", "device")})
 
 
-def settings_of(suite: Suite, options: dict[str, Any], *, asks: bool) -> dict[str, Any]:
+def title_of(suite: Suite, facts: Sequence[TaskFacts], agent: str, seed: int) -> str:
+    """Return the title of a report, with a line for each task on what was played."""
+    return "\n".join([f"{suite.name}: {agent}, seed {seed}", *(one.line() for one in facts)])
+
+
+def settings_of(
+    suite: Suite, facts: Sequence[TaskFacts], options: dict[str, Any], *, asks: bool
+) -> dict[str, Any]:
     """Return all that decides what is played; results of other settings are never mixed with it.
 
     ``asks`` says that a language model is asked, by the agent or an extractor.
     """
-    from experiential.envs.readiness import readiness
     from experiential.evaluation.cell import package_version
     from experiential.llm.hosted import NEUTRAL
 
@@ -321,18 +334,12 @@ def settings_of(suite: Suite, options: dict[str, Any], *, asks: bool) -> dict[st
     if more := given.get("backend_option"):
         counted = [one for one in more if one.partition("=")[0] not in NEUTRAL]
         given["backend_option"] = counted or None
-    entries = {task.name: readiness(task.id) for task in suite.tasks}
     return {
         "suite": suite.name,
         "tasks": [
-            {"name": task.name, "id": task.id, "kwargs": task.kwargs, "turns": task.turns}
-            for task in suite.tasks
+            {**one.model_dump(), "kwargs": task.kwargs, "turns": task.turns}
+            for task, one in zip(suite.tasks, facts, strict=True)
         ],
-        "data": {
-            name: "real" if entry.has_data() else "made"
-            for name, entry in entries.items()
-            if entry.variable
-        },
         **{name: str(value) if isinstance(value, Path) else value for name, value in given.items()},
         "commit": None,
         "version": package_version(),
@@ -345,6 +352,7 @@ def report_table(title: str, found: dict[str, Any]) -> Table:
     table = Table(title=title, caption=caption)
     table.add_column("task")
     table.add_column("arm")
+    table.add_column("data, split, digest")
     for name in (*(column for column, _, _ in _SHAPES.values()), "episodes", "failed"):
         table.add_column(name, justify="right")
 
@@ -357,5 +365,6 @@ def report_table(title: str, found: dict[str, Any]) -> Table:
             measured.append("{} [{}, {}]".format(*ends))
         counts = (str(row.get(name, "")) for name in ("episodes", "failed"))
         last = row is found["tasks"][-1]
-        table.add_row(row["task"], arm, *measured, *counts, end_section=last)
+        played = " ".join(str(row[name]) for name in ("data", "split", "digest") if row.get(name))
+        table.add_row(row["task"], arm, played, *measured, *counts, end_section=last)
     return table

@@ -11,7 +11,16 @@ import numpy as np
 from gymnasium.envs.toy_text.frozen_lake import MAPS
 
 from experiential.envs.arguments import distinct, ordered, with_preset
-from experiential.envs.grid import MAX_DRAWS, MOVES, Cell, Event, GridEnv, Wording, rows_of
+from experiential.envs.grid import (
+    MAX_DRAWS,
+    MOVES,
+    Cell,
+    Distinct,
+    Event,
+    GridEnv,
+    Wording,
+    rows_of,
+)
 from experiential.envs.shortest_path import shortest_path
 from experiential.envs.split import Split, split_of
 from experiential.envs.text_env import Info
@@ -87,15 +96,17 @@ agent).
 
 
 @lru_cache(maxsize=16_384)
-def draw_lake(rules: LakeRules, split: Split, index: int) -> Lake:
+def draw_lake(rules: LakeRules, split: Split, index: int, attempt: int = 0) -> Lake:
     """Draw layout ``index`` of a split: its content is of the split, its goal within reach.
 
     Size and share of frozen tiles are drawn once, so that rejection does not favour small or open
-    grids. Raise ConfigError where the rules admit no layout, or so few that none was found.
+    grids; another ``attempt`` draws them anew. Raise ConfigError where the rules admit no layout,
+    or so few that none was found.
     """
     if rules.rows:
         return Lake.parse(rules.rows)
-    rng = np.random.default_rng([_SALT, split == "eval", index])
+    again = [attempt] if attempt else []
+    rng = np.random.default_rng([_SALT, split == "eval", index, *again])
     size = int(rng.integers(rules.sizes[0], rules.sizes[1] + 1))
     frozen = float(rng.uniform(*rules.frozen))
     for _ in range(MAX_DRAWS):
@@ -112,13 +123,20 @@ def draw_lake(rules: LakeRules, split: Split, index: int) -> Lake:
     )
 
 
+@lru_cache(maxsize=64)
+def _held_out(rules: LakeRules) -> Distinct[Lake]:
+    """Return the layouts for evaluation, which are all distinct."""
+    return Distinct(lambda index, attempt: draw_lake(rules, "eval", index, attempt))
+
+
 class FrozenLakeEnv(GridEnv):
     """Reach the goal of a text grid without entering a hole; symbols are not explained.
 
     Moves are deterministic. Reward is 1.0 on the goal, else 0.0; a hole or the goal terminates, the
     spent budget truncates. A layout can be solved within the budget and belongs to the split that
-    its content decides, so train and eval never share one. Within a split small grids repeat: there
-    are not many of them. `docs/envs/frozen_lake.md` lists the arguments.
+    its content decides, so train and eval never share one. Layouts for evaluation are all distinct;
+    for training small grids repeat: there are not many of them. `docs/envs/frozen_lake.md` lists
+    the arguments.
 
     >>> env = FrozenLakeEnv(preset="4x4")
     >>> print(env.reset(seed=0)[0])
@@ -164,8 +182,13 @@ class FrozenLakeEnv(GridEnv):
         """Return a shortest way from here to the goal, or None (the agent is in a hole)."""
         return None if self.agent in self.lake.holes else self.lake.path(self.agent)
 
+    def _layout(self, world: int) -> Lake:
+        if self.split == "eval" and not self.rules.rows:
+            return _held_out(self.rules)[world]
+        return draw_lake(self.rules, self.split, world)
+
     def _begin(self, world: int) -> tuple[str, Info]:
-        self.lake = draw_lake(self.rules, self.split, world)
+        self.lake = self._layout(world)
         self.agent = self.lake.start
         return super()._begin(world)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping
+from threading import Lock
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from experiential.envs.action_text import parse_action
 from experiential.envs.arguments import one_of, positive
@@ -26,6 +27,48 @@ NEUTRAL: dict[Event, str] = {
 """The same events in words that name no tile, so that they teach nothing about the symbols."""
 MAX_DRAWS = 20_000
 """Candidates tried for one layout before its rules are called impossible."""
+
+
+_TRIES = 50
+_DIGESTED = 100
+
+
+class Layout(Protocol):
+    """Describe a grid by its content."""
+
+    @property
+    def content(self) -> str:
+        """Return the layout as text; equal layouts have equal texts."""
+        ...
+
+
+L = TypeVar("L", bound=Layout)
+
+
+class Distinct(Generic[L]):
+    """Draw layouts that differ from each other, by index.
+
+    A layout that was drawn before is drawn again, up to 50 times: rules that admit fewer layouts
+    than are asked for repeat them.
+
+    Args:
+        draw: draws the layout of an index and a number of the attempt, from 0.
+    """
+
+    def __init__(self, draw: Callable[[int, int], L]) -> None:
+        self._draw, self._lock = draw, Lock()  # rollouts play in threads
+        self._found: list[L] = []
+        self._seen: set[str] = set()
+
+    def __getitem__(self, index: int) -> L:
+        with self._lock:
+            while len(self._found) <= index:
+                number = len(self._found)
+                drawn = (self._draw(number, attempt) for attempt in range(_TRIES))
+                new = next((one for one in drawn if one.content not in self._seen), None)
+                self._found.append(new or self._draw(number, 0))
+                self._seen.add(self._found[-1].content)
+            return self._found[index]
 
 
 def rows_of(size: int, letters: Mapping[Cell, str], usual: str) -> list[str]:
@@ -89,6 +132,11 @@ class GridEnv(TextEnv):
         """Return the grid as text."""
         return self._grid() if self.render_mode == "ansi" else None
 
+    def _contents(self) -> Iterable[str]:
+        """Yield the budget and the first 100 layouts, which the others follow from."""
+        yield f"{self.name} {self.split} {self.layouts} {self.budget}"
+        yield from (self._layout(world).content for world in self.worlds[:_DIGESTED])
+
     def _begin(self, world: int) -> tuple[str, Info]:
         self.layout, self.turn = world, 0
         return self._grid(), self._info("")
@@ -121,6 +169,10 @@ class GridEnv(TextEnv):
     def _grid(self) -> str:
         rows = rows_of(*self._tiles())
         return "\n".join(" ".join(row) for row in rows)
+
+    @abstractmethod
+    def _layout(self, world: int) -> Layout:
+        """Return the layout of a world."""
 
     @abstractmethod
     def plan(self) -> list[str] | None:

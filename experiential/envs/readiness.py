@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Literal
 
 import gymnasium as gym
 
@@ -31,6 +32,8 @@ class Entry:
         data_needed: False where data only replace what is made from a seed.
         folder: finds the data where the environment does; by default the variable names it.
         costly: why `experiential envs show` does not start it; empty if it does.
+        fallback: what it plays without data: ``generated``, where it is a generator; ``made``,
+            invented in the place of real data; ``bundled``; ``foreign``: not known.
     """
 
     about: str
@@ -41,6 +44,7 @@ class Entry:
     data_needed: bool = False
     folder: Callable[[], str | None] | None = None
     costly: str = ""
+    fallback: Literal["generated", "made", "bundled", "foreign"] = "generated"
 
     def missing(self) -> list[str]:
         """Return the commands and steps that are still needed; empty when it is ready."""
@@ -69,6 +73,7 @@ READINESS: dict[str, Entry] = {
         variable="ALFWORLD_DATA",
         data_step="export ALFWORLD_DATA=FOLDER && alfworld-download",
         folder=default_folder,
+        fallback="made",
     ),
     "experiential/BabyAI-v0": Entry(
         "missions in a grid of rooms, any level of BabyAI, in BabyAI-Text's sentences",
@@ -82,6 +87,7 @@ READINESS: dict[str, Entry] = {
         "multi-hop questions over a pool of paragraphs; an invented world without data",
         variable="HOTPOTQA_DATA",
         data_step="export HOTPOTQA_DATA=FILE (HotpotQA, 2WikiMultihopQA or MuSiQue)",
+        fallback="made",
     ),
     "experiential/MiniHack-v0": Entry(
         "any level of MiniHack in words",
@@ -93,6 +99,7 @@ READINESS: dict[str, Entry] = {
         variable="SWE_TASKS",
         data_step="export SWE_TASKS=FILE (JSON Lines with SWE-bench's fields)",
         costly="its first reset builds a virtual environment for the task",
+        fallback="bundled",
     ),
     "experiential/Sokoban-v0": Entry("boxes on a text grid, one or several"),
     "experiential/Vault-v0": Entry("a lever that only experience can know"),
@@ -102,6 +109,7 @@ READINESS: dict[str, Entry] = {
         extra="webshop",
         variable="WEBSHOP_DATA",
         data_step="export WEBSHOP_DATA=FOLDER (WebShop's product and instruction files)",
+        fallback="made",
     ),
 }
 """Environment id to row; one for each id of ``ENVS``."""
@@ -117,7 +125,7 @@ def readiness(env_id: str) -> Entry:
     about = ""
     if not isinstance(spec.entry_point, str):  # a string would have to be imported first
         about = (inspect.getdoc(spec.entry_point) or "").partition("\n")[0].removesuffix(".")
-    return Entry(about or "an environment from outside this package")
+    return Entry(about or "an environment from outside this package", fallback="foreign")
 
 
 def rows() -> list[dict[str, str | bool]]:

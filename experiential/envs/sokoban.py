@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 
 from experiential.envs.arguments import distinct, ordered, with_preset
-from experiential.envs.grid import MAX_DRAWS, MOVES, Cell, Event, GridEnv, Wording, rows_of
+from experiential.envs.grid import (
+    MAX_DRAWS,
+    MOVES,
+    Cell,
+    Distinct,
+    Event,
+    GridEnv,
+    Wording,
+    rows_of,
+)
 from experiential.envs.shortest_path import shortest_path
 from experiential.envs.split import Split, split_of
 from experiential.envs.text_env import Info
@@ -31,7 +40,7 @@ class Room:
     boxes: Boxes
     start: Cell
 
-    @cached_property
+    @property
     def content(self) -> str:
         """Return the layout in the usual letters ``# . $ @`` and blank, rows separated by ``/``."""
         letters = {
@@ -120,13 +129,14 @@ not name, are Sokoban's usual ones.
 
 
 @lru_cache(maxsize=16_384)
-def draw_room(rules: RoomRules, split: Split, index: int) -> Room:
+def draw_room(rules: RoomRules, split: Split, index: int, attempt: int = 0) -> Room:
     """Draw room ``index`` of a split: its content is of the split, and it can be solved.
 
-    The size is drawn once, so that rejection does not favour small rooms. Raise ConfigError where
-    the rules admit no room, or so few that none was found.
+    The size is drawn once, so that rejection does not favour small rooms; another ``attempt`` draws
+    it anew. Raise ConfigError where the rules admit no room, or so few that none was found.
     """
-    rng = np.random.default_rng([_SALT, split == "eval", index])
+    again = [attempt] if attempt else []
+    rng = np.random.default_rng([_SALT, split == "eval", index, *again])
     size = int(rng.integers(rules.sizes[0], rules.sizes[1] + 1))
     limit = min(rules.max_solution, rules.budget)
     inner = [(row, column) for row in range(1, size - 1) for column in range(1, size - 1)]
@@ -157,6 +167,12 @@ def draw_room(rules: RoomRules, split: Split, index: int) -> Room:
 
 def _to_nearest(cell: Cell, others: Boxes) -> int:
     return min(abs(cell[0] - row) + abs(cell[1] - column) for row, column in others)
+
+
+@lru_cache(maxsize=64)
+def _held_out(rules: RoomRules) -> Distinct[Room]:
+    """Return the rooms for evaluation, which are all distinct."""
+    return Distinct(lambda index, attempt: draw_room(rules, "eval", index, attempt))
 
 
 class SokobanEnv(GridEnv):
@@ -223,8 +239,12 @@ class SokobanEnv(GridEnv):
         """Return a shortest solution from here, or None (a box is stuck)."""
         return None if self.deadlock else self.room.solve(self.state)
 
+    def _layout(self, world: int) -> Room:
+        held_out = self.split == "eval"
+        return _held_out(self.rules)[world] if held_out else draw_room(self.rules, "train", world)
+
     def _begin(self, world: int) -> tuple[str, Info]:
-        self.room = draw_room(self.rules, self.split, world)
+        self.room = self._layout(world)
         self.state: State = (self.room.start, self.room.boxes)
         return super()._begin(world)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import string
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -175,6 +176,17 @@ class TextEnv(gym.Env[str, str], ABC):
     def worlds(self) -> list[int]:
         """Return the indices that ``reset(options={"world": i})`` accepts."""
         return list(range(self._count))
+
+    def digest(self) -> str:
+        """Return a digest of the worlds, 12 hexadecimal digits: the same for the same data."""
+        total = hashlib.sha256()
+        for content in self._contents():
+            total.update(f"{len(content)}:{content}".encode("utf-8", "surrogatepass"))
+        return total.hexdigest()[:12]
+
+    def _contents(self) -> Iterable[str]:
+        """Yield all that the worlds are made of; by default only their name and number."""
+        yield f"{type(self).__qualname__} {self._count}"
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None

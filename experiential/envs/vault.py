@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -91,6 +92,9 @@ class VaultEnv(TextEnv):
         super().__init__(worlds, longest=4096, longest_action=4096, render_mode=render_mode)
         self.split, self.levers, self.tries, self.era = split, levers, tries, era
         self.names = names[:worlds]
+
+    def _contents(self) -> Iterable[str]:
+        return (f"{self.split} {self.levers} {self.tries} {self.era}", *self.names)
 
     def _begin(self, world: int) -> tuple[str, Info]:
         self._name, era = self.names[world], int(self._reset_options.get("era", self.era))

@@ -40,12 +40,15 @@ MakeActor = Callable[[], ActorAgent | Player]
 class Plan:
     """Say how a suite is played."""
 
-    episodes: int = 100
-    """Of each task and arm; fewer where an environment lists fewer worlds than needed."""
+    episodes: int | None = None
+    """Of each task and arm; None: all of an official set, else 100. Fewer where an environment
+    lists fewer worlds than needed.
+    """
     visits: int = 1
     """Episodes in each world."""
     seed: int = 0
-    split: str = "eval"
+    split: str | None = None
+    """None: each task's own."""
     slots: int = 1
     """Episodes at once."""
     search_and_ask: int = 0
@@ -62,7 +65,7 @@ class Plan:
         every suite and under every arm. ``worlds`` is None where its environment lists none.
         """
         named = zlib.crc32(task.name.encode())
-        wanted = max(1, self.episodes // self.visits)
+        wanted = max(1, (self.episodes or task.worlds or 100) // self.visits)
         drawn: list[int] = list(range(wanted))
         if worlds is not None:
             shuffled = np.random.default_rng([self.seed, named]).permutation(worlds)
@@ -135,7 +138,8 @@ async def play_suite(
             if any((cell.task, cell.arm) == (task.name, arm) for cell in done.cells):
                 continue
             cells = (*done.cells, await play_cell(task, plan, make_actor, one))
-            done = done.model_copy(update={"cells": cells, "report": report(cells)})
+            found = report(cells, done.settings.get("tasks", ()))
+            done = done.model_copy(update={"cells": cells, "report": found})
             finished(done)
     return done
 
@@ -152,7 +156,10 @@ async def play_cell(
     spent_before, seconds = meter.spent(), dict[int | None, float]()
     actor_before = plan.meter.spent()
     settings = EnvSettings(
-        id=task.id, kwargs=task.kwargs, eval={"split": plan.split}, max_turns=task.turns
+        id=task.id,
+        kwargs=task.kwargs,
+        eval={"split": plan.split or task.split},
+        max_turns=task.turns,
     )
     kwargs = task.kwargs | settings.eval
     with ExitStack() as stack:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -49,8 +49,14 @@ def by_world(cell: SuiteCell, measure: str) -> np.ndarray:
     return np.array([np.mean(found[world]) for world in sorted(found)])
 
 
-def report(cells: Sequence[SuiteCell]) -> dict[str, Any]:
+FACTS = ("data", "split", "digest", "protocol")
+"""What every row of a task says about what was played."""
+
+
+def report(cells: Sequence[SuiteCell], played: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """Return rates and means by task and overall, and the differences between the arms.
+
+    ``played`` are `TaskFacts` as mappings, which the rows of a task repeat.
 
     Returns:
         ``tasks``, ``overall`` (empty with one task) and ``differences`` (with the bank minus
@@ -59,6 +65,7 @@ def report(cells: Sequence[SuiteCell]) -> dict[str, Any]:
     worlds = {
         (cell.task, cell.arm): {name: by_world(cell, name) for name in MEASURES} for cell in cells
     }
+    facts = {one["name"]: {key: one[key] for key in FACTS} for one in played}
     tasks: list[dict[str, Any]] = []
     for cell in cells:
         reasons = Counter(shortened(one.error) for one in cell.episodes if one.error is not None)
@@ -71,6 +78,7 @@ def report(cells: Sequence[SuiteCell]) -> dict[str, Any]:
             "failures": dict(reasons.most_common()),
             "actor": cell.actor.model_dump(),
             "extractor": cell.extractor.model_dump(),
+            **facts.get(cell.task, {}),
         }
         for name, values in worlds[cell.task, cell.arm].items():
             row[name] = clustered_mean(values[None]).model_dump()
@@ -93,7 +101,7 @@ def report(cells: Sequence[SuiteCell]) -> dict[str, Any]:
     differences: list[dict[str, Any]] = []
     pairs = [key for key in worlds if key[1] != "off" and (key[0], "off") in worlds]
     for task, arm in pairs:
-        row = {"task": task, "arms": [arm, "off"]}
+        row = {"task": task, "arms": [arm, "off"], **facts.get(task, {})}
         for name, values in worlds[task, arm].items():
             row[name] = paired_difference(values, worlds[task, "off"][name]).model_dump()
         differences.append(row)

@@ -13,9 +13,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+from experiential.envs.make import make
 from experiential.envs.readiness import readiness
+from experiential.envs.text_env import TextEnv
 from experiential.errors import ConfigError
 from experiential.plugins import did_you_mean, resolve
+from experiential.types import Record
 
 COMPLEMENTARY = "Complementary RL"
 ERL = "Experiential RL"
@@ -42,6 +45,38 @@ class SuiteTask:
     """Turns after which an episode is truncated."""
     failure: float = 0.0
     """Reward counted for a technical failure: the least that the environment gives."""
+    split: str = "eval"
+    """Split that is played unless another one is asked for."""
+    worlds: int | None = None
+    """Worlds of an official set: all are played by default, and another number is refused."""
+
+    def arguments(self, split: str | None = None) -> dict[str, Any]:
+        """Return the arguments of ``gymnasium.make``, with another split if one is given."""
+        return {**self.kwargs, "split": split or self.split}
+
+
+class TaskFacts(Record):
+    """Say what is played under the name of a task; every result shows it."""
+
+    name: str
+    id: str
+    data: str
+    """``real``, ``made`` (invented in the place of real data), ``generated`` (the environment is a
+    generator), ``bundled``, or ``foreign`` (of another package).
+    """
+    split: str
+    worlds: int | None
+    """None where the environment lists none."""
+    digest: str
+    """Of the worlds; empty where the environment has no method ``digest``."""
+    protocol: str
+    """Turns and arguments."""
+
+    def line(self) -> str:
+        """Return the facts as a line of text."""
+        split = self.split + (f" of {self.worlds} worlds" if self.worlds else "")
+        data = "MADE" if self.data == "made" else self.data
+        return f"{self.name}: {data} data, {split}, digest {self.digest or '-'}; {self.protocol}"
 
 
 @dataclass(frozen=True)
@@ -54,13 +89,54 @@ class Suite:
     """Paper and section that set it so."""
 
     def missing(self) -> dict[str, list[str]]:
-        """Return the commands without which an environment cannot be made, by environment id."""
-        needed = {task.id: readiness(task.id).missing() for task in self.tasks}
+        """Return the commands without which a suite is not played, by environment id.
+
+        Among them are those that get data: made data is played only where a task asks for it.
+        """
+        needed: dict[str, list[str]] = {}
+        for task in self.tasks:
+            entry = readiness(task.id)
+            wanting = entry.fallback == "made" and "data" not in task.kwargs
+            data = [entry.data_step] if wanting and not entry.has_data() else []
+            needed[task.id] = list(dict.fromkeys([*entry.missing(), *data]))
         return {name: steps for name, steps in needed.items() if steps}
+
+    def with_made_data(self) -> Suite:
+        """Return the suite with invented worlds in the place of all real data."""
+
+        def made(task: SuiteTask) -> SuiteTask:
+            if readiness(task.id).fallback != "made":
+                return task
+            kwargs = {**task.kwargs, "data": "made"}
+            return replace(task, kwargs=kwargs, split="eval", worlds=None)
+
+        return replace(
+            self, name=f"{self.name}-made", tasks=tuple(made(task) for task in self.tasks)
+        )
+
+    def with_split(self, split: str) -> Suite:
+        """Return the suite with all tasks on another split."""
+        tasks = (replace(task, split=split, worlds=None) for task in self.tasks)
+        return replace(self, tasks=tuple(tasks))
+
+    def ready(self) -> tuple[TaskFacts, ...]:
+        """Return what would be played; nothing is played before all of it is there.
+
+        Raises:
+            ConfigError: a package or data is missing, cannot be used, or is not the official set.
+        """
+        if missing := self.missing():
+            steps = [f"{name}: run {' && '.join(steps)}" for name, steps in missing.items()]
+            made = "; or play invented data with --made"
+            raise ConfigError(
+                f"Expected all environments of suite {self.name} to be ready, got some that are"
+                f" not: {'; '.join(steps)}{'' if self.with_made_data().missing() else made}"
+            )
+        return tuple(facts_of(task) for task in self.tasks)
 
 
 _ROOM, _MAZE, _KEYROOM = (
-    SuiteTask(f"minihack-{preset}", "experiential/MiniHack-v0", {"preset": preset}, turns=30)
+    SuiteTask(f"minihack-{preset}", "experiential/MiniHack-v0", {"preset": preset, "max_steps": 30})
     for preset in ("room", "maze", "keyroom")
 )
 _SOKOBAN_ERL, _SOKOBAN_COMPLEMENTARY = (
@@ -73,25 +149,79 @@ _FROZENLAKE = SuiteTask("frozenlake", "experiential/FrozenLake-v0", {"preset": "
 
 _ALFWORLD, _ALFWORLD_MIXED = (  # the reward of Complementary RL: 1 for success, else -1
     SuiteTask(
-        "alfworld", "experiential/ALFWorld-v0", {"turns": turns, "failure": -1.0}, turns, -1.0
+        "alfworld",
+        "experiential/ALFWorld-v0",
+        {"turns": turns, "failure": -1.0},
+        turns,
+        -1.0,
+        split="valid_unseen",
+        worlds=134,
     )
     for turns in (40, 30)
 )
-_WEBSHOP, _WEBSHOP_MIXED = (  # the reward of Complementary RL: 1 for success, else 0
+_WEBSHOP, _WEBSHOP_MIXED = (  # the paper's reward: 1 for success, else 0
     SuiteTask(
-        "webshop", "experiential/WebShop-v0", {"preset": "complementary", "turns": turns}, turns
+        "webshop",
+        "experiential/WebShop-v0",
+        {"preset": "complementary", "turns": turns},
+        turns,
+        split="test",
+        worlds=500,
     )
     for turns in (15, 30)
 )
+_OFFICIAL = (
+    *(
+        Suite(
+            f"alfworld-{name}",
+            (
+                SuiteTask(
+                    f"alfworld-{name}",
+                    "experiential/ALFWorld-v0",
+                    turns=50,
+                    split=f"valid_{name.removeprefix('valid-')}",
+                    worlds=count,
+                ),
+            ),
+            f"ALFWorld, its {count} games of valid_{name.removeprefix('valid-')}; 50 turns, reward"
+            " 1 and 0",
+        )
+        for name, count in (("unseen", 134), ("seen", 140), ("valid-train", 200))
+    ),
+    Suite(
+        "webshop-test",
+        (SuiteTask("webshop-test", "experiential/WebShop-v0", turns=15, split="test", worlds=500),),
+        "WebShop, its goals 0 to 499; its reward, 15 turns as in ReAct",
+    ),
+    Suite(
+        "hotpotqa-validation",
+        (
+            SuiteTask(
+                "hotpotqa-validation",
+                "experiential/HotpotQA-v0",
+                {"choices": True},
+                turns=6,
+                split="all",
+                worlds=7405,
+            ),
+        ),
+        "HotpotQA, the 7,405 questions of hotpot_dev_distractor_v1.json; exact match, 6 turns",
+    ),
+)
 _SUITES = (
     Suite("room", (_ROOM,), f"{COMPLEMENTARY}, C.1 (Room-Ultimate-5x5) and C.2 (30 turns)"),
-    Suite("alfworld", (_ALFWORLD,), f"{COMPLEMENTARY}, C.1 (reward 1 and -1) and C.2 (40 turns)"),
+    Suite(
+        "alfworld",
+        (_ALFWORLD,),
+        f"{COMPLEMENTARY}, C.1 (134 held-out games, reward 1 and -1) and C.2 (40 turns)",
+    ),
     Suite(
         "webshop",
         (_WEBSHOP,),
-        f"{COMPLEMENTARY}, C.1 (1,000 products, reward 1 or 0); turns: the environment's own",
+        f"{COMPLEMENTARY}, C.1 (1,000 products, reward 1 and 0); test goals and turns are WebShop's"
+        " and ReAct's",
     ),
-    Suite("hotpotqa", (_HOTPOTQA,), f"{ERL}, B.3 (reward, 5 turns)"),
+    Suite("hotpotqa", (_HOTPOTQA,), f"{ERL}, B.3 (reward, 5 turns); a quarter of the file"),
     Suite(
         "sokoban",
         (_SOKOBAN_ERL, _SOKOBAN_COMPLEMENTARY),
@@ -108,6 +238,7 @@ _SUITES = (
         (_ROOM, _MAZE, _KEYROOM, _SOKOBAN_COMPLEMENTARY, _WEBSHOP_MIXED, _ALFWORLD_MIXED),
         f"{COMPLEMENTARY}, C.3 (6-Tasks) and C.2 (30 turns)",
     ),
+    *_OFFICIAL,
 )
 SUITES = {suite.name: suite for suite in _SUITES}
 """The built-in suites by name."""
@@ -132,6 +263,50 @@ def find_suite(name: str, tasks: Sequence[str] | None = None) -> Suite:
                 f" {task!r}{did_you_mean(task, known)}"
             )
     return replace(suite, tasks=tuple(task for name, task in known.items() if name in tasks))
+
+
+def facts_of(task: SuiteTask) -> TaskFacts:
+    """Return what is played of a task; its environment is made for it, and closed.
+
+    Raises:
+        ConfigError: it cannot be made, or its worlds are not those of the official set.
+    """
+    try:
+        env = make(task.id, **task.arguments())
+    except ConfigError:
+        raise
+    except Exception as error:  # an environment of another package may raise anything
+        raise ConfigError(
+            f"Expected to make {task.id} with {task.arguments()}, got {type(error).__name__}:"
+            f" {error}"
+        ) from error
+    try:
+        core: Any = env.unwrapped
+        listed = getattr(core, "worlds", None)
+        worlds = None if listed is None else len(listed)
+        if task.worlds not in (None, worlds):
+            raise ConfigError(
+                f"Expected the {task.worlds} worlds of split {task.split} for task {task.name}, got"
+                f" {worlds}; name the official data, or play another split with --split"
+            )
+        entry, digest = readiness(task.id), core.digest() if isinstance(core, TextEnv) else ""
+    finally:
+        env.close()
+    data = entry.fallback
+    if task.kwargs.get("data", "made") != "made" or (
+        "data" not in task.kwargs and entry.has_data()
+    ):
+        data = "real"
+    more = [f"{key}={value}" for key, value in task.kwargs.items() if key not in ("data", "turns")]
+    return TaskFacts(
+        name=task.name,
+        id=task.id,
+        data=data,
+        split=task.split,
+        worlds=worlds,
+        digest=digest,
+        protocol=", ".join([f"{task.turns} turns", *more]),
+    )
 
 
 def find_data() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import gymnasium as gym
@@ -126,6 +126,11 @@ class ALFWorldEnv(TextEnv):
             observation += f"\n{self._legal()}"
         reward = 1.0 if won else self.failure if spent else 0.0
         return observation, reward, won, spent, self._info(feedback, invalid=command is None)
+
+    def _contents(self) -> Iterable[str]:
+        """Yield the ids of the games, which are ALFWorld's own, or those of made ones."""
+        yield f"{self._name} {self._source[-1]}"
+        yield from (entry.id for entry in self._entries)
 
     def close(self) -> None:
         """End the worker process; a reset starts another."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -152,8 +153,8 @@ class HotpotQAEnv(TextEnv):
         positive(turns=chosen["turns"], k=k, questions=questions)
         self.split, self.k, self.choices = split, k, choices
         self.turns, self.style = int(chosen["turns"]), chosen["style"]
-        file = data or os.environ.get("HOTPOTQA_DATA") or None
-        if file is not None:
+        file = data or os.environ.get("HOTPOTQA_DATA") or "made"
+        if file != "made":
             known, self._name = load_questions(file), Path(file).stem
             wanted = (one for one in known.questions if split in ("all", split_of(one.text)))
             self.questions = tuple(islice(wanted, questions))
@@ -181,6 +182,12 @@ class HotpotQAEnv(TextEnv):
     def task(self) -> str:
         """Return the question."""
         return self._question.text
+
+    def _contents(self) -> Iterable[str]:
+        """Yield the questions with their answers, and the paragraphs that are searched."""
+        for one in self.questions:
+            yield f"{one.id} {one.text} {one.answers}"
+        yield from (f"{one.title} {one.text}" for one in self._library.passages)
 
     def _begin(self, world: int) -> tuple[str, Info]:
         self._question: Question = self.questions[world]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 from experiential.envs.action_text import parse_action
@@ -148,6 +150,11 @@ class MiniHackEnv(TextEnv):
         words = self._words()
         wanted = self._plan[done] if done < len(self._plan) else None
         return next((word for word, key in words.items() if key == wanted), next(iter(words)))
+
+    def _contents(self) -> Iterable[str]:
+        """Yield the level, the seeds and the versions that make the games from them."""
+        yield f"{self.env_id} {self.split} {self._count}"
+        yield from (f"{name} {version(name)}" for name in ("minihack", "nle"))
 
     def close(self) -> None:
         """Free the games; a reset opens them again."""

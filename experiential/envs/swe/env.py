@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -150,6 +151,10 @@ class SWEEnv(TextEnv):
             self.close()
         tail = "No turns are left." if over else f"Turns left: {self._left}."
         return f"{shown}\n{tail}", 0.0, False, over, self._info(feedback, invalid=invalid)
+
+    def _contents(self) -> Iterable[str]:
+        for task in self.tasks:
+            yield from (task.instance_id, task.base_commit, task.patch, task.test_patch)
 
     def close(self) -> None:
         """Remove the work folder."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
@@ -107,7 +107,8 @@ class WebShopEnv(TextEnv):
         if not 0 < threshold <= 1:
             raise ConfigError(f"Expected threshold above 0 and at most 1, got {threshold}")
         require("webshop", "thefuzz")  # without it no purchase can be rated
-        self._source = data or os.environ.get("WEBSHOP_DATA") or None
+        named = data or os.environ.get("WEBSHOP_DATA") or None
+        self._source = None if named == "made" else named
         self.split: Split = split
         self.threshold, self.generation = threshold, generation
         self.turns, self.binary = int(chosen["turns"]), bool(chosen["binary"])
@@ -132,6 +133,13 @@ class WebShopEnv(TextEnv):
     def task(self) -> str:
         """Return the instruction."""
         return self._text
+
+    def _contents(self) -> Iterable[str]:
+        """Yield the goals, and the products of the shop with their prices."""
+        for goal in self._goals:
+            yield f"{goal.index} {goal.asin} {goal.text} {goal.attributes} {goal.options}"
+        for asin, product in self._shop.products.items():
+            yield f"{asin} {self._shop.prices[asin]} {product.indexed}"
 
     def _begin(self, world: int) -> tuple[str, Info]:
         self._goal: Goal = self._goals[world]
