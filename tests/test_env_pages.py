@@ -145,9 +145,9 @@ def console(command: str) -> list[str]:
 def test_the_index_shows_what_the_command_prints(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for variable in DATA:
+    for variable in (*DATA, "BFCL_DATA"):
         monkeypatch.delenv(variable, raising=False)
-    for package in ("alfworld", "textworld", "minigrid", "minihack", "nle"):
+    for package in ("alfworld", "textworld", "bfcl_eval", "minigrid", "minihack", "nle"):
         monkeypatch.setitem(sys.modules, package, None)  # as in an installation without them
     for package in ("thefuzz", "snowballstemmer"):
         pytest.importorskip(package, reason="needs the extra webshop")

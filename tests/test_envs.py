@@ -31,9 +31,9 @@ from experiential.envs.shortest_path import shortest_path
 from experiential.envs.split import split_of
 from experiential.envs.text_env import Info, Step, TextEnv
 
-NAMES = sorted(set(envs.ENVS) - {"experiential/SWE-v0"})
-"""All but SWE, whose episodes are folders and processes: test_swe.py looks at the same things
-there.
+NAMES = sorted(set(envs.ENVS) - {"experiential/BFCL-v0", "experiential/SWE-v0"})
+"""All but SWE, whose episodes are folders and processes, and BFCL, where any text is an answer:
+test_swe.py and test_bfcl.py look at the same things there.
 """
 GIVEN: dict[str, dict[str, Any]] = {
     "experiential/ALFWorld-v0": {"data": "made", "turns": 30},

@@ -11,6 +11,7 @@ __all__ = ["ENVS", "check_text_env", "oracle", "random_agent", "register"]
 
 ENVS: dict[str, str] = {
     "experiential/ALFWorld-v0": "experiential.envs.alfworld.env:ALFWorldEnv",
+    "experiential/BFCL-v0": "experiential.envs.bfcl.env:BFCLEnv",
     "experiential/BabyAI-v0": "experiential.envs.babyai:BabyAIEnv",
     "experiential/FrozenLake-v0": "experiential.envs.frozen_lake:FrozenLakeEnv",
     "experiential/HotpotQA-v0": "experiential.envs.hotpotqa.env:HotpotQAEnv",

@@ -14,6 +14,7 @@ from typing import Literal
 import gymnasium as gym
 
 from experiential.envs.alfworld.games import default_folder
+from experiential.envs.bfcl.source import default_folder as bfcl_folder
 from experiential.envs.make import NO_BUILTINS, resolve_env
 from experiential.errors import ConfigError
 from experiential.plugins import known_names, resolve
@@ -74,6 +75,13 @@ READINESS: dict[str, Entry] = {
         data_step="export ALFWORLD_DATA=FOLDER && alfworld-download",
         folder=default_folder,
         fallback="made",
+    ),
+    "experiential/BFCL-v0": Entry(
+        "a user's requests over several turns, served by calls of simulated APIs",
+        variable="BFCL_DATA",
+        data_step="pip install --no-deps bfcl-eval mpmath",
+        data_needed=True,
+        folder=bfcl_folder,
     ),
     "experiential/BabyAI-v0": Entry(
         "missions in a grid of rooms, any level of BabyAI, in BabyAI-Text's sentences",

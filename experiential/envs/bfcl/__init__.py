@@ -1,0 +1,1 @@
+"""Play the multi-turn dialogues of the Berkeley Function Calling Leaderboard (BFCL)."""
