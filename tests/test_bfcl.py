@@ -15,11 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experiential.agents.actor import ActorAgent
 from experiential.envs import check_text_env
 from experiential.envs.bfcl.calls import LONGEST, Call, read_calls
 from experiential.envs.bfcl.env import APIS, BFCLEnv
 from experiential.envs.bfcl.source import INSTALL, default_folder, source
 from experiential.errors import ConfigError
+from experiential.llm.openai import OpenAILLM
+from tests.chat_server import Server, calling, completion, tool_call
 
 needs_bfcl = pytest.mark.skipif(
     default_folder() is None or importlib.util.find_spec("mpmath") is None,
@@ -205,6 +208,30 @@ def test_functions_are_offered_as_text_and_as_tools() -> None:
     assert text.endswith(f"User: {info['task']}")
     assert "Functions:" not in BFCLEnv(functions=False).reset(seed=0)[0]
     assert "tools" not in env.step("[pwd()]")[4]
+
+
+@needs_bfcl
+def test_a_hosted_actor_plays_by_real_tool_calls() -> None:
+    server = Server()
+    asked = [
+        calling(tool_call('{"folder": "document"}', name="cd", id="a")),
+        calling(tool_call("{}", name="pwd", id="b")),
+        completion("You are in document."),
+    ]
+    server.replies = [(200, reply, {}, 0.0) for reply in asked]
+    env = BFCLEnv("all", api="gorilla_fs", functions=False)
+    agent = ActorAgent(OpenAILLM("m", base_url=server.url))
+    try:
+        observation, info = env.reset(options={"world": 0})
+        for _ in asked:
+            observation, _, _, _, info = env.step(agent.act(observation, info))
+    finally:
+        server.close()
+    assert observation == f"User: {env.dialogues[0].requests[1]}"
+    assert "cd" in {one["function"]["name"] for one in server.requests[0]["tools"]}
+    answers = [one for one in server.requests[2]["messages"] if one["role"] == "tool"]
+    assert [one["tool_call_id"] for one in answers] == ["a", "b"]
+    assert "document" in answers[0]["content"] and "document" in answers[1]["content"]
 
 
 @needs_bfcl
