@@ -222,14 +222,26 @@ class Rollout:
         self._slots: list[Slot] = []
         self.close_errors: Counter[str] = Counter()
 
-    async def play(self, jobs: Sequence[Job]) -> list[Episode]:
-        """Play all jobs, at most ``slots`` at a time; a failed episode carries its reason."""
+    async def play(
+        self, jobs: Sequence[Job], finished: Callable[[Episode], object] | None = None
+    ) -> list[Episode]:
+        """Play all jobs, at most ``slots`` at a time; a failed episode carries its reason.
+
+        ``finished`` is called with each episode as it ends; what it raises ends all others.
+        """
+
+        async def played(job: Job) -> Episode:
+            episode = await self._episode(free, job)
+            if finished is not None:
+                finished(episode)
+            return episode
+
         while len(self._slots) < min(self._limit, len(jobs)):
             self._slots.append(Slot(self._make_actor()))
         free: asyncio.Queue[Slot] = asyncio.Queue()
         for slot in self._slots:
             free.put_nowait(slot)
-        tasks = [asyncio.create_task(self._episode(free, job)) for job in jobs]
+        tasks = [asyncio.create_task(played(job)) for job in jobs]
         try:
             return list(await asyncio.gather(*tasks))
         finally:  # what ends one episode with more than a reason ends the others too

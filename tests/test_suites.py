@@ -19,18 +19,22 @@ from experiential.agents.extractor import ExtractorAgent
 from experiential.bank.bank import ExperienceBank
 from experiential.cli.errors import run_app
 from experiential.cli.main import app
+from experiential.config import Arm
 from experiential.envs import ENVS
 from experiential.envs.readiness import READINESS, Entry
 from experiential.errors import ConfigError
 from experiential.evaluation.intervals import over_tasks
+from experiential.evaluation.play_log import PlayedEpisode, PlayLog
 from experiential.evaluation.players import Player
-from experiential.evaluation.suite_play import Plan, SuiteBank, play_cell
-from experiential.evaluation.suite_report import (
-    PlayedEpisode,
-    SuiteCell,
-    by_world,
-    report,
+from experiential.evaluation.suite_play import (
+    MakeActor,
+    Plan,
+    SuiteBank,
+    plan_cells,
+    play_cell,
+    results_of,
 )
+from experiential.evaluation.suite_report import SuiteCell, by_world, report
 from experiential.evaluation.suites import SUITES, Suite, SuiteTask, find_suite
 from experiential.llm.scripted import ScriptedLLM
 
@@ -57,6 +61,22 @@ def bank(tmp_path: Path) -> Path:
             task="Win on a grid of the symbols A B C D within 8 moves (Up, Down, Left, Right).",
         )
     return tmp_path / "bank"
+
+
+def play(
+    task: SuiteTask,
+    plan: Plan,
+    make_actor: MakeActor,
+    folder: Path,
+    arm: Arm = "off",
+    bank: SuiteBank | None = None,
+) -> SuiteCell:
+    """Play one task under one arm."""
+    cells = plan_cells(Suite("one", (task,), ""), plan, [arm])
+    with PlayLog(folder / "played.jsonl", {}) as log:
+        asyncio.run(play_cell(cells[0], plan, make_actor, bank, log))
+        (cell,) = results_of(log, cells, {}).cells
+    return cell
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -299,12 +319,12 @@ def test_a_function_of_the_users_plays_and_what_it_raises_is_counted(
     assert "expected text from the agent, got NoneType" in capsys.readouterr().out
 
 
-def test_a_failed_episode_counts_the_least_reward_of_its_task() -> None:
+def test_a_failed_episode_counts_the_least_reward_of_its_task(tmp_path: Path) -> None:
     def raises(observation: str, info: Any) -> str:
         raise RuntimeError("gone")
 
     task = SuiteTask("lake", LAKE.id, LAKE.kwargs, LAKE.turns, failure=-1.0)
-    cell = asyncio.run(play_cell(task, Plan(episodes=3), lambda: Player(raises), None))
+    cell = play(task, Plan(episodes=3), lambda: Player(raises), tmp_path)
     assert [one.reward for one in cell.episodes] == [-1.0] * 3 and {
         one.error for one in cell.episodes
     } == {"backend: the agent raised RuntimeError: gone"}
@@ -366,14 +386,12 @@ def prompts_of(llm: ScriptedLLM) -> list[str]:
 
 
 def test_the_arms_play_the_same_episodes_and_only_one_sees_the_bank_which_stays_as_it_is(
-    bank: Path,
+    bank: Path, tmp_path: Path
 ) -> None:
     before = contents(bank)
     plan, llm = Plan(episodes=6, visits=2, seed=3), ScriptedLLM(["<action>Down</action>"])
-    cells = [
-        asyncio.run(play_cell(LAKE, plan, lambda: ActorAgent(llm), one))
-        for one in (None, SuiteBank(str(bank)))
-    ]
+    make, one = lambda: ActorAgent(llm), SuiteBank(str(bank))
+    cells = [play(LAKE, plan, make, tmp_path, arm, one) for arm in ("off", "frozen")]
     off, frozen = cells
     named = [[(one.world, one.visit, one.task_id) for one in cell.episodes] for cell in cells]
     assert (
@@ -431,7 +449,7 @@ def test_with_learn_the_bank_grows_and_later_episodes_see_it(tmp_path: Path) -> 
     )
     learning = SuiteBank(str(folder), embedder="hashing", extractor=extractor)
     llm = ScriptedLLM(["<action>Down</action>"])
-    cell = asyncio.run(play_cell(LAKE, Plan(episodes=4), lambda: ActorAgent(llm), learning))
+    cell = play(LAKE, Plan(episodes=4), lambda: ActorAgent(llm), tmp_path, "on", learning)
     assert cell.arm == "on" and cell.entries == (0, 4)
     assert cell.episodes[0].shown == 0 and any(one.shown for one in cell.episodes[1:])
     with ExperienceBank(folder, read_only=True) as grown:
@@ -491,28 +509,28 @@ def test_bad_input_is_one_line_and_exit_code_two(
 # Results
 
 
-def test_finished_tasks_are_kept_and_other_settings_are_refused(
+def test_finished_episodes_are_kept_and_other_settings_are_refused(
     tmp_path: Path, capsys: Any
 ) -> None:
-    results = tmp_path / "r.json"
+    results, log = tmp_path / "r.json", tmp_path / "r.jsonl"
     arguments = ("--suite", "sokoban", "--agent", "random", "--episodes", "3")
     assert evaluate(results, *arguments) == 0
-    before = told(results)
-    half = {**before, "cells": before["cells"][:1]}
-    half["cells"][0]["episodes"][0]["seconds"] = 99.0  # to be known again
-    results.write_text(json.dumps(half))
+    lines = log.read_text().splitlines(keepends=True)
+    assert len(lines) == 1 + 2 * 3
+    log.write_text("".join(lines[:5]) + lines[5][:40])  # as a kill leaves it
     assert evaluate(results, *arguments) == 0
-    assert (
-        told(results)["cells"][0]["episodes"][0]["seconds"] == 99.0
-        and len(told(results)["cells"]) == 2
-    )
+    assert log.read_text().splitlines(keepends=True)[:5] == lines[:5]
+    assert [len(cell["episodes"]) for cell in told(results)["cells"]] == [3, 3]
+    assert evaluate(results, *arguments[:-1], "5") == 0  # more episodes begin with the same ones
+    assert log.read_text().startswith("".join(lines[:5]))
+    assert [len(cell["episodes"]) for cell in told(results)["cells"]] == [5, 5]
     assert evaluate(results, *arguments, "--seed", "1") == 2
     assert "got seed 0 and not 1; use --overwrite" in capsys.readouterr().err
     assert (
         evaluate(results, *arguments, "--seed", "1", "--overwrite") == 0
         and told(results)["settings"]["seed"] == 1
     )
-    results.write_text("{}")
+    log.unlink()
     assert evaluate(results, *arguments) == 2 and "use --overwrite" in capsys.readouterr().err
 
 

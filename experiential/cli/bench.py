@@ -1,23 +1,26 @@
 """List suites and evaluate an agent on one with `experiential bench`.
 
-The agent plays without a bank and with one.
+The agent plays without a bank and with one, under the arms of an evaluation.
 
     experiential bench suites
     experiential bench run --suite six-task --agent oracle
     experiential bench run --suite sokoban --agent mymodule:act
     experiential bench run --suite room --model smollm2 --bank FOLDER --learn
 
-A task that an arm has finished stands in the results file and is not played again.
+Each episode is in a log when it ends, and the same command plays only what is missing there.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import re
+import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 import typer
 from rich.console import Console
@@ -35,15 +38,23 @@ from experiential.cli.options import (
     Namespace,
     named_model,
 )
+from experiential.cli.progress import Progress
 from experiential.cli.rows import show_json, show_line
-from experiential.errors import BudgetError, ConfigError
+from experiential.config import Arm, ModelSettings
+from experiential.errors import BackendError, BudgetError, ConfigError
 from experiential.llm.base import LLM
-from experiential.llm.metered import Meter, Spent
-from experiential.plugins import import_from_here, known_names
+from experiential.llm.metered import Spent
+from experiential.plugins import did_you_mean, import_from_here, known_names
 
 if TYPE_CHECKING:
-    from experiential.config import ModelSettings
-    from experiential.evaluation.suite_play import MakeActor, SuiteBank
+    from experiential.evaluation.play_log import PlayLog
+    from experiential.evaluation.suite_play import (
+        MakeActor,
+        Plan,
+        PlannedCell,
+        SuiteBank,
+        SuiteResults,
+    )
     from experiential.evaluation.suites import Suite, TaskFacts
 
 FOLDER = Path("runs/benchmarks")
@@ -51,11 +62,22 @@ FOLDER = Path("runs/benchmarks")
 _WIDE = 170
 """Columns of a table that is not shown in a terminal."""
 _OF_AGENT = (
-    "backend backend_option model base_url dtype temperature max_tokens constrain history"
-    " instruction replies"
+    "backend backend_option dtype temperature max_tokens constrain history instruction replies"
+    " extra_body"
 ).split()
-_OF_RUN = "agent episodes visits seed search_and_ask bank namespace embedder learn".split()
+_OF_RUN = "agent visits seed search_and_ask bank namespace embedder".split()
 """Options that decide what is played; the former only where a language model is asked."""
+_OF_SERVER = {
+    "timeout": "timeout",
+    "retries": "max_retries",
+    "concurrency": "max_concurrency",
+    "price": "price",
+    "extra_body": "extra_body",
+    "max_cost": "max_cost",
+}
+"""Option here to the option of the backend ``openai``."""
+READING: set[Arm] = {"frozen", "shuffled", "placebo"}
+"""Arms that read a bank and do not change it."""
 _SHAPES = {
     "success": ("success, %", 100.0, ".1f"),
     "reward": ("reward", 1.0, ".3f"),
@@ -115,16 +137,30 @@ def run(
     ] = False,
     slots: Annotated[int, Option(min=0, help="Episodes at once; 0: 8 for llm, 1 for others.")] = 0,
     results: Annotated[
-        Path | None, Option(help=f"A JSON file.  [default: {FOLDER}/SUITE-AGENT-SEED.json]")
+        Path | None,
+        Option(
+            help="A JSON file; the log of episodes is beside it, with the ending .jsonl."
+            f"  [default: {FOLDER}/SUITE-AGENT-MODEL-SEED.json]"
+        ),
     ] = None,
     overwrite: Annotated[
-        bool, Option("--overwrite", help="Play again what the results file holds.")
+        bool, Option("--overwrite", help="Begin anew, and lose what the log holds.")
+    ] = False,
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="Show what would be played and what it may cost.")
     ] = False,
     bank: Annotated[
         str | None,
         Option(
             help="Folder or address of a bank: each task is played without it and with it. It is"
             " read, not written."
+        ),
+    ] = None,
+    arms: Annotated[
+        str | None,
+        Option(
+            help="Of off, on, frozen, shuffled and placebo, with commas between them.  [default:"
+            " off; with --bank off,frozen; with --learn off,on]"
         ),
     ] = None,
     learn: Annotated[
@@ -146,6 +182,29 @@ def run(
     ] = None,
     base_url: BaseUrl = None,
     api_key_env: KeyEnv = None,
+    timeout: Annotated[
+        float | None, Option(min=0, help="Seconds for one request to a server.  [default: 60]")
+    ] = None,
+    retries: Annotated[
+        int | None, Option(min=0, help="Further attempts of a request.  [default: 2]")
+    ] = None,
+    concurrency: Annotated[
+        int | None, Option(min=1, help="Requests to a server at once.  [default: 64]")
+    ] = None,
+    price: Annotated[
+        tuple[float, float] | None,
+        Option(
+            metavar="IN OUT",
+            help="Dollars for a million prompt tokens and a million response tokens.",
+        ),
+    ] = None,
+    max_cost: Annotated[
+        float | None,
+        Option(min=0, help="Dollars, those of earlier runs of this command included."),
+    ] = None,
+    extra_body: Annotated[
+        str | None, Option(metavar="JSON", help="Merged into every request to a server.")
+    ] = None,
     replies: Annotated[
         Path | None,
         Option(help="Replies of the scripted backend, one a line, over and over."),
@@ -167,124 +226,223 @@ def run(
 ) -> int:
     """Evaluate an agent on a suite; exit code 1 where every episode of a task failed.
 
-    Without --bank each task is played once, with --bank twice: on the same worlds and seeds,
-    without the bank and with it.
+    Without --bank each task is played once, with --bank under several arms: on the same worlds and
+    seeds, without the bank and with it. The same command goes on where it was stopped.
     """
-    from experiential.cli.preflight import check_model
+    from experiential.cli.estimate import describe_suite
+    from experiential.evaluation.play_log import PlayLog
     from experiential.evaluation.players import SEATS
-    from experiential.evaluation.results import ResultStore
-    from experiential.evaluation.suite_play import Plan, SuiteResults, play_suite
+    from experiential.evaluation.results import write_whole
+    from experiential.evaluation.suite_play import Plan, plan_cells, results_of
     from experiential.evaluation.suites import find_data, find_suite
-    from experiential.llm.models import open_model
-    from experiential.training.roles import prompt_set_name
 
     find_data()
+    options = dict(context.params)
     chosen = find_suite(suite, tasks.split(",") if tasks else None)
     chosen = chosen.with_made_data() if made else chosen
     chosen = chosen.with_split(split) if split else chosen
-    for option, wanted in (("--learn", learn), ("--search-and-ask", search_and_ask)):
-        if wanted and bank is None:
-            raise ConfigError(f"Expected --bank FOLDER with {option}, got none")
-    if episodes is not None and visits > episodes:
-        raise ConfigError(
-            f"Expected at most as many --visits as --episodes ({episodes}), got {visits}"
-        )
+    wanted = arms_of(options)
     facts = chosen.ready()
-    file = results or FOLDER / f"{chosen.name}-{agent.replace(':', '.')}-{seed}.json"
-    about, remedy = "results of experiential bench run", "use --overwrite or another --results"
-    store = ResultStore(file.parent, SuiteResults, about=about, remedy=remedy, overwrite=overwrite)
-    name = file.name.removesuffix(".json")
-    with ExitStack() as stack:
-        asks = agent == "llm" or learn
-        llm, prompts = None, "full"
-        if asks:
-            named = model_of(context.params)
-            check_model(named)
-            llm, prompts = stack.enter_context(closing(open_model(named))), prompt_set_name(named)
-        meter = Meter()
-        make_actor, second = open_agents(context.params, llm, prompts, meter)
-        settings = settings_of(chosen, facts, context.params, asks=asks)
-        if second is not None and second.extractor is None:
-            with second.open() as opened:
-                settings["commit"] = opened.head  # a bank that has grown since is another setting
-        done = store.find(name, settings) or SuiteResults(settings=settings)
-        slots = slots or (8 if agent == "llm" else 1)
-        seat = SEATS.get(agent)
-        plan = Plan(episodes, visits, seed, split, slots, search_and_ask, seat, meter)
-        latest, spent = [done], None
+    named = model_of(options) if agent == "llm" or learn else None
+    function = None if agent in ("llm", *SEATS) else find_function(agent)
+    file = results or FOLDER / f"{file_name(chosen, agent, named, seed)}.json"
+    slots = slots or (8 if agent == "llm" else 1)
+    plan = Plan(episodes, visits, seed, split, slots, search_and_ask, SEATS.get(agent))
+    settings = settings_of(chosen, facts, options, named)
+    second = None if bank is None else open_bank(options, wanted, file)
+    if second is not None and set(wanted) & READING:
+        with second.open() as opened:
+            settings["commit"] = opened.head  # a bank that has grown since is another setting
+    cells = plan_cells(chosen, plan, wanted)
+    log_file = log_path(file, overwrite=overwrite)
+    if dry_run:
+        for line in describe_suite(cells, plan, options, log_file):
+            sys.stdout.write(line + "\n")
+        return 0
 
-        def keep(found: SuiteResults) -> None:
-            latest.append(found)
-            store.keep(name, found)
-
+    stopped, code = None, 1
+    remedy = "use --overwrite or another --results"
+    with PlayLog(log_file, settings, overwrite=overwrite, remedy=remedy) as log:
         try:
-            done = asyncio.run(play_suite(chosen, plan, make_actor, second, done, keep))
+            play(cells, plan, options, named, function, second, log)
         except KeyboardInterrupt:
-            return complain("interrupted; the same command goes on", 130)
-        except BudgetError as error:
-            spent = f"{error}; the same command without --overwrite goes on with what is left"
-            done = latest[-1]
-            if not done.cells:
-                return complain(spent, 1)
-
-    console = Console(width=None if sys.stdout.isatty() else _WIDE)
-    console.print(report_table(title_of(chosen, facts, agent, seed), done.report))
-    source = "MADE DATA, not that of" if any(one.data == "made" for one in facts) else "as in"
-    console.print(f"{source} {chosen.source}", markup=False, highlight=False)
-    for task in done.report["tasks"]:
-        for reason, count in task["failures"].items():
-            line = f"{task['task']} ({task['arm']}): {count} failed: {reason}"
-            console.print(line, markup=False, highlight=False)
-    for task in done.report["tasks"]:
-        shares = ((role, Spent(**task[role])) for role in ("actor", "extractor") if role in task)
-        if words := [f"{role} {one.describe()}" for role, one in shares if one.requests]:
-            show_line(console, f"{task['task']} ({task['arm']}) spent: {'; '.join(words)}")
-    show_line(console, f"results: {store.path(name)}")
-    if spent is not None:
-        return complain(spent, 1)
+            stopped, code = "interrupted; the same command goes on", 130
+        except BackendError as error:
+            stopped = f"{error}; the same command without --overwrite goes on with what is left"
+        done = results_of(log, cells, settings)
+    if done.cells:
+        write_whole(file, done.model_dump_json(indent=1) + "\n")
+        source = "MADE DATA, not that of" if any(one.data == "made" for one in facts) else "as in"
+        title = title_of(chosen, facts, agent, seed)
+        show_results(title, f"{source} {chosen.source}", done, file)
+    if stopped is not None:
+        return complain(stopped, code)
     return int(any(task["failed"] == task["episodes"] for task in done.report["tasks"]))
 
 
-def open_agents(
-    options: dict[str, Any], llm: LLM | None, prompts: str, meter: Meter
-) -> tuple[MakeActor, SuiteBank | None]:
-    """Return what builds the agent, and its bank; agent and extractor ask ``llm``, if wanted.
-
-    ``meter`` counts what the agent generates; the bank has one of its own.
-    """
-    from experiential.agents.actor import ActorAgent
-    from experiential.agents.extractor import ExtractorAgent
-    from experiential.evaluation.players import AGENT, SEATS, Player
-    from experiential.evaluation.suite_play import SuiteBank
-    from experiential.llm.metered import Metered
-
-    bank = None
-    if options["bank"] is not None:
-        distilling, extractor = Meter(), None
-        if options["learn"] and llm is not None:
-            extractor = ExtractorAgent(
-                Metered(llm, distilling), prompts=prompts, seed=options["seed"]
+def arms_of(options: dict[str, Any]) -> list[Arm]:
+    """Return the arms that the options ask for; refuse options that do not fit together."""
+    learn, bank = options["learn"], options["bank"]
+    for option in ("learn", "search_and_ask", "arms"):
+        if options[option] and bank is None and options[option] != "off":
+            name = "--" + option.replace("_", "-")
+            raise ConfigError(f"Expected --bank FOLDER with {name}, got none")
+    if options["episodes"] is not None and options["visits"] > options["episodes"]:
+        raise ConfigError(
+            f"Expected at most as many --visits as --episodes ({options['episodes']}), got"
+            f" {options['visits']}"
+        )
+    default = "off" if bank is None else "off,on" if learn else "off,frozen"
+    arms = dict.fromkeys(arm.strip() for arm in (options["arms"] or default).split(","))
+    for arm in arms:
+        if arm not in get_args(Arm):
+            raise ConfigError(
+                f"Expected --arms among {', '.join(get_args(Arm))}, got"
+                f" {arm!r}{did_you_mean(arm, get_args(Arm))}"
             )
-        folder, namespace, embedder = (options[one] for one in ("bank", "namespace", "embedder"))
-        bank = SuiteBank(folder, namespace, embedder, extractor, distilling)
-    name: str = options["agent"]
-    if name in SEATS:
-        return lambda: Player(lambda observation, info: info[AGENT](observation, info)), bank
-    if llm is not None and name == "llm":
-        kept = ("instruction", "temperature", "max_tokens", "history")
-        settings: dict[str, Any] = {one: options[one] for one in kept} | {"prompts": prompts}
-        # the tiny model writes no actions: it only chooses
-        settings["constrain"] = options["constrain"] or prompts == "brief"
-        return lambda: ActorAgent(Metered(llm, meter), **settings), bank
-    module, _, attribute = name.partition(":")
-    found = import_from_here(module, f"--agent {name}") if attribute else None
+    if learn != ("on" in arms):
+        raise ConfigError(
+            "Expected --learn and the arm on together, since that arm lets the bank grow, got"
+            f" {'only --learn' if learn else 'only the arm'}"
+        )
+    return cast("list[Arm]", list(arms))
+
+
+def file_name(suite: Suite, agent: str, named: ModelSettings | None, seed: int) -> str:
+    """Return the name of the results: each suite, agent, model and seed has its own."""
+    parts = [suite.name, agent, *([named.name] if named is not None else []), str(seed)]
+    return "-".join(re.sub(r"[^\w.-]+", "_", part)[-80:].strip("_.") for part in parts)
+
+
+def log_path(file: Path, *, overwrite: bool) -> Path:
+    """Return the log that belongs to a file of results, which has the ending .jsonl."""
+    log = file.with_suffix(".jsonl")
+    if log == file:
+        raise ConfigError(f"Expected --results to be a JSON file, got {file}, where its log goes")
+    if file.exists() and not log.exists() and not overwrite:
+        raise ConfigError(
+            f"Expected the log {log} beside the results {file}, got results without one; use"
+            " --overwrite or another --results"
+        )
+    return log
+
+
+def open_bank(options: dict[str, Any], arms: Sequence[Arm], file: Path) -> SuiteBank:
+    """Return the bank of the arms.
+
+    Where some read a bank that another one lets grow, those read a copy of its state before. It
+    lies beside the results, so that a run that goes on reads the same.
+    """
+    from experiential.evaluation.suite_play import SuiteBank
+
+    bank = SuiteBank(options["bank"], options["namespace"], options["embedder"])
+    if "on" not in arms or not set(arms) & READING:
+        return bank
+    copy = file.with_suffix(".snapshot")
+    fresh = options["overwrite"] or not file.with_suffix(".jsonl").exists()
+    if fresh and not options["dry_run"]:
+        shutil.rmtree(copy, ignore_errors=True)
+        with bank.open() as opened:
+            opened.fork(copy).close()
+    if copy.exists():
+        bank.snapshot = copy
+    return bank
+
+
+def find_function(agent: str) -> Any:
+    """Return the user's function of observation and info that the option names."""
+    module, _, attribute = agent.partition(":")
+    found = import_from_here(module, f"--agent {agent}") if attribute else None
     function: Any = getattr(found, attribute, None)
     if not callable(function):
         raise ConfigError(
             "Expected an agent as llm, random, oracle or module:function, callable with observation"
-            f" and info, got {name!r}"
+            f" and info, got {agent!r}"
         )
-    return lambda: Player(function), bank
+    return function
+
+
+def play(
+    cells: Sequence[PlannedCell],
+    plan: Plan,
+    options: dict[str, Any],
+    named: ModelSettings | None,
+    function: Any,
+    bank: SuiteBank | None,
+    log: PlayLog,
+) -> None:
+    """Play what the log lacks; a model is opened only for that.
+
+    Raises:
+        BudgetError: ``--max-cost`` or the budget of a backend is spent.
+        BackendError: the server is down.
+    """
+    from experiential.agents.extractor import ExtractorAgent
+    from experiential.cli.preflight import check_model
+    from experiential.evaluation.suite_play import play_cell
+    from experiential.llm.metered import Metered
+    from experiential.llm.models import open_model
+    from experiential.training.roles import prompt_set_name
+
+    missing = sum(len(cell.missing(log)) for cell in cells)
+    if not missing:
+        return
+    total = sum(len(cell.jobs) for cell in cells)
+    limit: float | None = options["max_cost"]
+    with ExitStack() as stack:
+        llm, prompts = None, "full"
+        if named is not None:
+            named = within(named, limit, log.cost)
+            check_model(named)
+            llm, prompts = stack.enter_context(closing(open_model(named))), prompt_set_name(named)
+        make_actor = actor_maker(options, llm, prompts, function)
+        if options["learn"] and bank is not None and llm is not None:
+            metered = Metered(llm, bank.meter)
+            bank.extractor = ExtractorAgent(metered, prompts=prompts, seed=plan.seed)
+        progress = stack.enter_context(Progress(total, total - missing))
+
+        async def play_all() -> None:
+            for cell in cells:
+                await play_cell(cell, plan, make_actor, bank, log, progress.note)
+
+        try:
+            asyncio.run(play_all())
+        except BudgetError:
+            within(named, limit, log.cost)
+            raise
+
+
+def within(named: ModelSettings | None, limit: float | None, spent: float) -> ModelSettings:
+    """Return a model that may cost what the limit leaves.
+
+    Raises:
+        BudgetError: the limit is reached.
+    """
+    if limit is None or named is None or named.server is None:
+        return cast("ModelSettings", named)
+    if spent >= limit * (1 - 1e-9):  # sums of prices are rounded
+        raise BudgetError(
+            f"Expected this command to stay within --max-cost {limit:g} dollars, got {spent:.4g};"
+            " raise it to go on"
+        )
+    left = {**named.server.options, "max_cost": limit - spent}
+    return named.model_copy(update={"server": named.server.model_copy(update={"options": left})})
+
+
+def actor_maker(options: dict[str, Any], llm: LLM | None, prompts: str, function: Any) -> MakeActor:
+    """Return what builds the agent of a slot: the user's function, a seated agent, or a model."""
+    from experiential.agents.actor import ActorAgent
+    from experiential.evaluation.players import Player, seated
+
+    if function is not None:
+        return lambda: Player(function)
+    if options["agent"] != "llm" or llm is None:
+        return seated
+    kept = ("instruction", "temperature", "max_tokens", "history")
+    settings: dict[str, Any] = {one: options[one] for one in kept} | {"prompts": prompts}
+    # the tiny model writes no actions: it only chooses
+    settings["constrain"] = options["constrain"] or prompts == "brief"
+    return lambda: ActorAgent(llm, **settings)
 
 
 def model_of(options: dict[str, Any]) -> ModelSettings:
@@ -296,14 +454,24 @@ def model_of(options: dict[str, Any]) -> ModelSettings:
             lines = file.read_text(encoding="utf-8").splitlines() if file else []
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"Expected a text file of replies, got {file}: {error}") from error
-        more = {"replies": [line for line in lines if line.strip()]}
+        more["replies"] = [line for line in lines if line.strip()]
         if not more["replies"]:
             raise ConfigError(
                 "Expected --replies FILE with a reply a line for --backend scripted, got"
                 f" {file or 'none'}"
             )
-    if options["constrain"] and (backend == "openai" or options["base_url"]):
-        more = {"supports_choices": True}
+    hosted = backend == "openai" or (backend is None and options["base_url"])
+    given = {name: options[name] for name in _OF_SERVER if options.get(name) is not None}
+    if given and not hosted:
+        raise ConfigError(
+            f"Expected a server (--base-url) with --{next(iter(given)).replace('_', '-')}, got"
+            " none; another backend takes such options as --backend-option KEY=VALUE"
+        )
+    more |= {_OF_SERVER[name]: value for name, value in given.items()}
+    if "extra_body" in given:
+        more["extra_body"] = json_object(given["extra_body"])
+    if options["constrain"] and hosted:
+        more["supports_choices"] = True
     settings = named_model(
         options["model"],
         options["base_url"],
@@ -315,22 +483,38 @@ def model_of(options: dict[str, Any]) -> ModelSettings:
     return settings.model_copy(update={name: options[name] for name in ("dtype", "device")})
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """Return the object that ``--extra-body`` holds."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"Expected --extra-body to be JSON, got {text!r}: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"Expected --extra-body to be a JSON object, got {text!r}")
+    return cast("dict[str, Any]", value)
+
+
 def title_of(suite: Suite, facts: Sequence[TaskFacts], agent: str, seed: int) -> str:
     """Return the title of a report, with a line for each task on what was played."""
     return "\n".join([f"{suite.name}: {agent}, seed {seed}", *(one.line() for one in facts)])
 
 
 def settings_of(
-    suite: Suite, facts: Sequence[TaskFacts], options: dict[str, Any], *, asks: bool
+    suite: Suite,
+    facts: Sequence[TaskFacts],
+    options: dict[str, Any],
+    named: ModelSettings | None,
 ) -> dict[str, Any]:
-    """Return all that decides what is played; results of other settings are never mixed with it.
+    """Return all that decides the outcome of an episode; a log holds episodes of one such setting.
 
-    ``asks`` says that a language model is asked, by the agent or an extractor.
+    ``named`` is the model that the agent or an extractor asks, if any. Where it is does not matter.
     """
     from experiential.evaluation.cell import package_version
     from experiential.llm.hosted import NEUTRAL
 
-    given = {name: options[name] for name in (*_OF_RUN, *(_OF_AGENT if asks else ()))}
+    given = {name: options[name] for name in (*_OF_RUN, *(_OF_AGENT if named else ()))}
+    if named is not None:
+        given["model"] = named.name
     if more := given.get("backend_option"):
         counted = [one for one in more if one.partition("=")[0] not in NEUTRAL]
         given["backend_option"] = counted or None
@@ -344,6 +528,24 @@ def settings_of(
         "commit": None,
         "version": package_version(),
     }
+
+
+def show_results(title: str, source: str, done: SuiteResults, file: Path) -> None:
+    """Print the report, why episodes failed, what was spent, and where the results are."""
+    console = Console(width=None if sys.stdout.isatty() else _WIDE)
+    console.print(report_table(title, done.report))
+    show_line(console, source)
+    for task in done.report["tasks"]:
+        for reason, count in task["failures"].items():
+            show_line(console, f"{task['task']} ({task['arm']}): {count} failed: {reason}")
+        if task["again"]:
+            again = f"{task['again']} of them are played again by the same command"
+            show_line(console, f"{task['task']} ({task['arm']}): {again}")
+    for task in done.report["tasks"]:
+        shares = ((role, Spent(**task[role])) for role in ("actor", "extractor"))
+        if words := [f"{role} {one.describe()}" for role, one in shares if one.requests]:
+            show_line(console, f"{task['task']} ({task['arm']}) spent: {'; '.join(words)}")
+    show_line(console, f"results: {file}; episodes with transcripts: {file.with_suffix('.jsonl')}")
 
 
 def report_table(title: str, found: dict[str, Any]) -> Table:

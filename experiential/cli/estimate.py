@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from experiential.config import Experiment
 
 if TYPE_CHECKING:
+    from experiential.evaluation.suite_play import Plan, PlannedCell
     from experiential.training.openrlhf.placement import Placement
 
 KNOWN_PARAMETERS = {"tiny": 4e6, "smollm2": 135e6}
 """Parameters of the models that need no folder, rounded."""
+
+LETTERS = 3
+"""Characters of a token, to estimate: few, since grids and names take more tokens than prose."""
+SYSTEM = 500
+"""Tokens of a system message with advice, to estimate."""
 
 
 def training_episodes(experiment: Experiment) -> int:
@@ -90,3 +99,75 @@ def describe_cost(experiment: Experiment, placement: Placement | None = None) ->
         memory = memory_gb(experiment)
         known = "unknown until the model is loaded" if memory is None else f"about {memory:.2g} GB"
         yield f"memory of weights and optimisers: {known}"
+
+
+def describe_suite(
+    cells: Sequence[PlannedCell], plan: Plan, options: dict[str, Any], log_file: Path
+) -> Iterator[str]:
+    """Yield the lines of `bench run --dry-run`: what is to be played, and what that may cost.
+
+    The bounds suppose that every episode uses up its turns and every response its tokens. How long
+    observations are is seen in one episode of random play for each task; where the log has
+    episodes, what these took is shown too.
+    """
+    from experiential.evaluation.play_log import PlayedEpisode, read_log
+
+    lines = list(read_log(log_file)) if log_file.exists() and not options["overwrite"] else []
+    logged = {one.key: one for one in lines if isinstance(one, PlayedEpisode) and not one.stopped}
+    finished = {key for key, one in logged.items() if not one.again}
+    read = written = calls = episodes = 0
+    sizes: dict[str, int] = {}
+    for cell in cells:
+        missing = sum(cell.key(job) not in finished for job in cell.jobs)
+        done = f", {len(cell.jobs) - missing:,} are finished" if missing < len(cell.jobs) else ""
+        turns = f"at most {cell.task.turns} turns"
+        yield f"{cell.task.name} ({cell.arm}): {missing:,} episodes of {turns}{done}"
+        if not missing or (options["agent"] != "llm" and cell.arm != "on"):
+            continue
+        name = cell.task.name
+        sizes[name] = size = sizes.get(name) or observation_tokens(cell, plan)
+        turn = size + options["max_tokens"]
+        if options["agent"] == "llm":
+            turns, history = cell.task.turns, options["history"]
+            shown = sum(t if history is None else min(t, history) for t in range(turns))
+            episodes += missing
+            calls += missing * turns
+            read += missing * (turns * (SYSTEM + size) + shown * turn)
+            written += missing * turns * options["max_tokens"]
+        if cell.arm == "on":  # and the extractor reads each episode once
+            calls += missing
+            read += missing * (SYSTEM + cell.task.turns * turn)
+            written += missing * 512
+    if not calls:
+        yield "no model is asked"
+        return
+    yield f"requests to the model: at most {calls:,}"
+    yield f"tokens: at most about {read:,} read and {written:,} written"
+    if options["price"] is not None:
+        price_in, price_out = options["price"]
+        yield f"cost: at most about ${(read * price_in + written * price_out) / 1e6:,.2f}"
+    else:
+        yield "cost: unknown; pass --price IN OUT"
+    if measured := [one.spent for one in logged.values() if one.spent.tokens and not one.again]:
+        mean = sum(one.tokens for one in measured) / len(measured)
+        dollars = [one.cost for one in measured if one.cost is not None]
+        cost = f", ${episodes * sum(dollars) / len(dollars):,.2f}" if dollars else ""
+        tokens = f"about {episodes * mean:,.0f} tokens{cost}"
+        yield f"by the {len(measured):,} episodes in the log: {tokens}"
+
+
+def observation_tokens(cell: PlannedCell, plan: Plan) -> int:
+    """Estimate the tokens of an observation from one episode of random play."""
+    from experiential.evaluation.play_log import PlayedEpisode, PlayLog, read_log
+    from experiential.evaluation.players import SEATS, seated
+    from experiential.evaluation.suite_play import play_cell
+
+    one = replace(cell, arm="off", jobs=cell.jobs[:1])
+    plan = replace(plan, slots=1, search_and_ask=0, seat=SEATS["random"])
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "log.jsonl"
+        with PlayLog(path, {}) as log:
+            asyncio.run(play_cell(one, plan, seated, None, log))
+        (played,) = (line for line in read_log(path) if isinstance(line, PlayedEpisode))
+    texts = [turn.observation for turn in played.transcript] or [played.end]
+    return sum(map(len, texts)) // (LETTERS * len(texts)) + 1

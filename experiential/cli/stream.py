@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from experiential.cli.bench import FOLDER, model_of, open_agents
+from experiential.cli.bench import FOLDER, actor_maker, find_function, model_of
 from experiential.cli.errors import complain
 from experiential.cli.options import Backend, BackendOption, BaseUrl, Embedder, KeyEnv
 from experiential.cli.rows import show_line
@@ -121,13 +121,14 @@ def stream(
     Every arm meets the same episodes in the same orders. The model that plays also distils for the
     arms with a bank; without --agent llm a fixed template does, and `template` is `bank`.
     """
+    from experiential.agents.actor import ActorAgent
     from experiential.agents.extractor import ExtractorAgent
     from experiential.bank.extractor import Extractor
     from experiential.bank.index.embed import CachedEmbedder, resolve_embedder
     from experiential.cli.preflight import check_model
     from experiential.evaluation.memories import TemplateExtractor, find_memory
     from experiential.evaluation.play_log import PlayedEpisode, PlayLog
-    from experiential.evaluation.players import SEATS
+    from experiential.evaluation.players import SEATS, Player
     from experiential.evaluation.results import write_whole
     from experiential.evaluation.stream import StreamPlan, Tools, play_streams
     from experiential.evaluation.stream_report import report
@@ -190,9 +191,14 @@ def stream(
                 return TemplateExtractor()
             return ExtractorAgent(Metered(llm, meter), prompts=prompts, seed=seed)
 
-        options = {**context.params, "bank": None, "learn": False}
+        function = None if agent in ("llm", *SEATS) else find_function(agent)
+
+        def make_actor(meter: Meter) -> ActorAgent | Player:
+            metered = None if llm is None else Metered(llm, meter)
+            return actor_maker(context.params, metered, prompts, function)()
+
         tools = Tools(
-            make_actor=lambda meter: open_agents(options, llm, prompts, meter)[0](),
+            make_actor=make_actor,
             make_extractor=extractor,
             memories=memories,
             embedder=CachedEmbedder(resolve_embedder(embedder)),

@@ -82,6 +82,8 @@ class PlayedEpisode(Record):
     again: bool = False
     """Whether the failure is technical, so that the next run plays the episode again. A model that
     refuses, or does not answer, has failed by itself."""
+    stopped: bool = False
+    """Whether the run ended before the episode, which then counts for nothing but ``spent``."""
     spent: Spent = Spent()
     """Requests, tokens and cost of the agent's model, those of a failed episode included."""
     transcript: tuple[PlayedTurn, ...] = ()
@@ -251,7 +253,8 @@ class PlayLog:
         if isinstance(line, BankChange):
             self.changes.append(line)
             return
-        self.episodes[line.key] = line.summary()
+        if not line.stopped:
+            self.episodes[line.key] = line.summary()
         cell = line.task, line.arm
         self.spent[cell] = self.spent.get(cell, Spent()) + line.spent
 

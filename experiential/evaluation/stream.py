@@ -28,7 +28,7 @@ from experiential.config import EnvSettings
 from experiential.errors import BackendError
 from experiential.evaluation.memories import FROZEN, NONE, MakeMemory, Memory, Setup
 from experiential.evaluation.play_log import PlayedEpisode, PlayedTurn, PlayLog, Retrieved, read_log
-from experiential.evaluation.players import Player, Seat, Watched
+from experiential.evaluation.players import Notes, Player, Seat, Watched
 from experiential.evaluation.suite_play import Plan
 from experiential.evaluation.suites import SuiteTask
 from experiential.llm.metered import Meter
@@ -197,7 +197,7 @@ async def play_stream(
     steps = plan.steps(key)
     if len(done) >= len(steps):
         return
-    actor, learning, seconds = Meter(), Meter(), dict[int | None, float]()
+    actor, learning, notes = Meter(), Meter(), dict[int | None, Notes]()
     with TemporaryDirectory(prefix="experiential-stream-") as scratch, ExitStack() as stack:
         extractor = tools.make_extractor(learning)
         setup = Setup(plan.seed + key.order, tools.k, Path(scratch), tools.embedder, extractor)
@@ -207,7 +207,7 @@ async def play_stream(
         recall, left = Recall(memory), enumerate(steps[len(done) :], len(done))
         for task, stage in groupby(left, lambda numbered: numbered[1].task):
             # closed at the end of its task: the environments of the next one may be large
-            with closing(opened(plan, task, tools, actor, seconds)) as rollout:
+            with closing(opened(plan, task, tools, actor, notes)) as rollout:
                 rollout.critic = recall
                 for position, step in stage:
                     before = actor.spent(), learning.spent()
@@ -228,7 +228,7 @@ async def play_stream(
                         turns=len(trajectory.turns),
                         prompt_tokens=spent.prompt_tokens,
                         response_tokens=spent.generated_tokens,
-                        seconds=seconds.get(step.job.task.seed, 0.0),
+                        seconds=notes.pop(step.job.task.seed, Notes()).seconds,
                         shown=int(bool(recall.advice)),
                         error=trajectory.error,
                         spent=spent,
@@ -298,7 +298,7 @@ def opened(
     task: SuiteTask,
     tools: Tools,
     meter: Meter,
-    seconds: dict[int | None, float],
+    notes: dict[int | None, Notes],
 ) -> Rollout:
     """Return what plays the episodes of a task one by one."""
     settings = EnvSettings(
@@ -310,7 +310,7 @@ def opened(
         NoBank(),
         lambda: cast("ActorAgent", tools.make_actor(meter)),
         slots=1,
-        make_env=lambda env, given: Watched(make_env(env, given), seconds, plan.seat),
+        make_env=lambda env, given: Watched(make_env(env, given), notes, plan.seat),
     )
 
 

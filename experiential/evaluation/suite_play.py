@@ -1,26 +1,34 @@
-"""Play a suite: each task without a bank and with one, on the same worlds and seeds."""
+"""Play a suite: each task under each arm, on the same worlds and seeds, into a log."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
 from experiential.agents.actor import ActorAgent
 from experiential.bank.folder import FolderBank
 from experiential.bank.manager import ExperienceManager
-from experiential.bank.manager_like import NoBank
-from experiential.config import EnvSettings
-from experiential.errors import BankError, ConfigError, ExperientialError
-from experiential.evaluation.arms import ArmBank
-from experiential.evaluation.players import Player, Seat, Watched
-from experiential.evaluation.suite_report import PlayedEpisode, SuiteCell, report
+from experiential.bank.manager_like import ManagerLike, NoBank
+from experiential.config import Arm, EnvSettings
+from experiential.errors import (
+    BackendError,
+    BankError,
+    ConfigError,
+    ExperientialError,
+    NoAnswerError,
+)
+from experiential.evaluation.arms import ArmBank, Placebo, Shuffled
+from experiential.evaluation.play_log import BankChange, PlayedEpisode, PlayLog
+from experiential.evaluation.players import Notes, Player, Recorded, Seat, Watched
+from experiential.evaluation.suite_report import SuiteCell, report
 from experiential.evaluation.suites import Suite, SuiteTask
-from experiential.llm.metered import Meter
+from experiential.llm.metered import Meter, Spent
 from experiential.rollout import (
     Episode,
     Job,
@@ -30,10 +38,12 @@ from experiential.rollout import (
     make_env,
     world_count,
 )
-from experiential.types import Condition, Record
+from experiential.types import Condition, Record, Trajectory
 
 MakeActor = Callable[[], ActorAgent | Player]
 """Builds the agent of a slot."""
+OUTAGES = 3
+"""Episodes in a row that an outage of the server may fail before the run stops; or one per slot."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +65,6 @@ class Plan:
     """Calls that a guided episode may make."""
     seat: Seat | None = None
     """Builds an agent that needs the environment itself; None for all other agents."""
-    meter: Meter = field(default_factory=Meter)
-    """Counts what the agent's language model generates."""
 
     def jobs(self, task: SuiteTask, worlds: int | None, condition: Any) -> list[Job]:
         """Return the episodes of a task, visit by visit.
@@ -82,33 +90,55 @@ class Plan:
 
 @dataclass
 class SuiteBank:
-    """Say which bank the second arm of a suite plays with, and whether it grows."""
+    """Say which bank the arms of a suite play with.
+
+    The arm ``on`` lets the bank grow; ``frozen``, ``shuffled`` and ``placebo`` read it as it is.
+    """
 
     path: str
     namespace: str = "default"
     embedder: str | None = None
     extractor: Any | None = None
-    """Distils finished episodes, which lets the bank grow; None only reads it."""
+    """Distils the finished episodes of ``on``."""
     meter: Meter = field(default_factory=Meter)
     """Counts what the extractor generates."""
+    snapshot: Path | None = None
+    """A copy that is read in place of a bank that grows meanwhile."""
 
-    @property
-    def arm(self) -> Literal["frozen", "on"]:
-        """Return the name of an arm with this bank."""
-        return "frozen" if self.extractor is None else "on"
-
-    def open(self) -> FolderBank:
-        """Open the bank, read-only where nothing distils.
+    def open(self, *, writing: bool = False) -> FolderBank:
+        """Open the bank to read it, or to let it grow.
 
         Raises:
             ConfigError: it cannot be opened.
         """
-        reading, options = self.extractor is None, {"namespace": self.namespace}
+        path = self.path if writing or self.snapshot is None else self.snapshot
+        options = {"namespace": self.namespace, "embedder": self.embedder}
         try:
-            return FolderBank(self.path, embedder=self.embedder, read_only=reading, **options)
+            return FolderBank(path, read_only=not writing, **cast("Any", options))
         except BankError as error:
-            hint = "; with --learn a bank is made where none is" if reading else ""
+            hint = "" if writing else "; with --learn a bank is made where none is"
             raise ConfigError(f"{error}{hint}") from error
+
+    @contextmanager
+    def opened_arm(self, arm: Arm, seed: int, tokenizer: Any | None) -> Generator[ArmBank]:
+        """Open the bank of an arm until the end of the block; ``tokenizer`` is the actor's."""
+        learns = arm == "on"
+        with self.open(writing=learns) as bank:
+            manager = ExperienceManager(
+                bank,
+                self.extractor if learns else None,
+                share_queue=False,
+                merge_every=0,
+                seed=seed,
+                retrieval={"strategy": "diverse"},  # as in training and in earlier results
+            )
+            shown: ManagerLike = manager
+            if arm == "shuffled":
+                shown = Shuffled(manager, seed)
+            elif arm == "placebo":
+                shown = Placebo(manager, seed, tokenizer)
+            with manager:
+                yield ArmBank(shown, manager, len(bank), Condition.GUIDED)
 
 
 class SuiteResults(Record):
@@ -120,62 +150,34 @@ class SuiteResults(Record):
     """Rates, means and differences of the cells, as `report` makes them."""
 
 
-async def play_suite(
-    suite: Suite,
-    plan: Plan,
-    make_actor: MakeActor,
-    bank: SuiteBank | None,
-    done: SuiteResults,
-    finished: Callable[[SuiteResults], object],
-) -> SuiteResults:
-    """Play the cells of a suite that are not done; each task without the bank first, then with it.
+@dataclass(frozen=True)
+class PlannedCell:
+    """Hold the episodes of one task under one arm."""
 
-    ``finished`` is called with all results after each cell.
-    """
-    for task in suite.tasks:
-        for one in (None,) if bank is None else (None, bank):
-            arm = "off" if one is None else one.arm
-            if any((cell.task, cell.arm) == (task.name, arm) for cell in done.cells):
-                continue
-            cells = (*done.cells, await play_cell(task, plan, make_actor, one))
-            found = report(cells, done.settings.get("tasks", ()))
-            done = done.model_copy(update={"cells": cells, "report": found})
-            finished(done)
-    return done
+    task: SuiteTask
+    arm: Arm
+    jobs: tuple[Job, ...]
+
+    def key(self, job: Job) -> tuple[Any, ...]:
+        """Return by what the episode of a job is known in a log."""
+        world, _, visit = job.task.group.partition(".")
+        return self.task.name, self.arm, int(world), int(visit)
+
+    def missing(self, log: PlayLog) -> list[Job]:
+        """Return the jobs that the log holds no result of."""
+        finished = log.finished
+        return [job for job in self.jobs if self.key(job) not in finished]
 
 
-async def play_cell(
-    task: SuiteTask, plan: Plan, make_actor: MakeActor, bank: SuiteBank | None
-) -> SuiteCell:
-    """Play one task under one arm, with a bank or without.
+def plan_cells(suite: Suite, plan: Plan, arms: Sequence[Arm]) -> list[PlannedCell]:
+    """Return the cells of a suite in the order in which they are played: task by task.
 
     Raises:
-        ConfigError: the environment or the bank cannot be opened.
+        ConfigError: an environment cannot be made.
     """
-    meter = Meter() if bank is None else bank.meter
-    spent_before, seconds = meter.spent(), dict[int | None, float]()
-    actor_before = plan.meter.spent()
-    settings = EnvSettings(
-        id=task.id,
-        kwargs=task.kwargs,
-        eval={"split": plan.split or task.split},
-        max_turns=task.turns,
-    )
-    kwargs = task.kwargs | settings.eval
-    with ExitStack() as stack:
-        arm, entries = ArmBank(NoBank()), None
-        if bank is not None:
-            folder = stack.enter_context(bank.open())
-            learning = ExperienceManager(
-                folder,
-                bank.extractor,
-                share_queue=False,
-                merge_every=0,
-                seed=plan.seed,
-                retrieval={"strategy": "diverse"},  # as in training and in earlier results
-            )
-            manager = stack.enter_context(learning)
-            arm = ArmBank(manager, manager, len(folder), Condition.GUIDED)
+    cells: list[PlannedCell] = []
+    for task in suite.tasks:
+        kwargs = task.kwargs | {"split": plan.split or task.split}
         try:
             worlds = world_count(task.id, kwargs)
         except ExperientialError:
@@ -184,55 +186,179 @@ async def play_cell(
             raise ConfigError(
                 f"Expected to make {task.id} with {kwargs}, got {type(error).__name__}: {error}"
             ) from error
-        jobs = plan.jobs(task, worlds, arm.condition)
+        for arm in arms:
+            condition = Condition.FREE if arm == "off" else Condition.GUIDED
+            cells.append(PlannedCell(task, arm, tuple(plan.jobs(task, worlds, condition))))
+    return cells
+
+
+async def play_cell(
+    cell: PlannedCell,
+    plan: Plan,
+    make_actor: MakeActor,
+    bank: SuiteBank | None,
+    log: PlayLog,
+    played: Callable[[PlayedEpisode], object] = lambda one: None,
+) -> None:
+    """Play what is missing of a cell, and log each episode as it ends.
+
+    ``played`` is called with each episode after it is logged.
+
+    Raises:
+        BackendError: an outage of the server failed `OUTAGES` episodes in a row, or one per slot.
+        BudgetError: the budget of a backend is spent.
+        ConfigError: the bank cannot be opened.
+    """
+    jobs, task = cell.missing(log), cell.task
+    if not jobs:
+        return
+    recorder = Recorder(cell, log, max(OUTAGES, plan.slots), played)
+    notes = recorder.notes
+    settings = EnvSettings(
+        id=task.id,
+        kwargs=task.kwargs,
+        eval={"split": plan.split or task.split},
+        max_turns=task.turns,
+    )
+    with ExitStack() as stack:
+        arm, meter = ArmBank(NoBank()), Meter()
+        if cell.arm != "off":
+            if bank is None:
+                raise ValueError(f"Expected a bank for the arm {cell.arm!r}, got None")
+            tokenizer, meter = make_actor().llm.tokenizer, bank.meter
+            arm = stack.enter_context(bank.opened_arm(cell.arm, plan.seed, tokenizer))
+        stack.callback(recorder.log_stopped, jobs)
         rollout = Rollout(
             settings,
             settings.eval,
             arm.shown,
-            cast("Callable[[], ActorAgent]", make_actor),
+            cast("Callable[[], ActorAgent]", lambda: Recorded(make_actor(), notes)),
             slots=plan.slots,
             search_and_ask=plan.search_and_ask,
-            make_env=lambda env, given: Watched(make_env(env, given), seconds, plan.seat),
+            make_env=lambda env, given: Watched(make_env(env, given), notes, plan.seat),
         )
         stack.enter_context(closing(rollout))
         # A bank that grows is held still while the slots play one episode each: which of them ends
         # first changes nothing.
-        size = plan.slots if bank is not None and bank.extractor is not None else len(jobs)
-        played: list[Episode] = []
+        size = plan.slots if cell.arm == "on" else len(jobs)
         for start in range(0, len(jobs), size):
-            async with arm.visit():
-                played += await rollout.play(jobs[start : start + size])
-        if arm.manager is not None:
-            entries = (arm.entries, len(arm.manager.bank))
-    episodes: list[PlayedEpisode] = []
-    for job, episode in zip(jobs, played, strict=True):
-        trajectory, (world, _, visit) = episode.trajectory, job.task.group.partition(".")
-        episodes.append(
-            PlayedEpisode(
-                world=int(world),
-                visit=int(visit),
-                task_id=trajectory.task_id,
-                success=bool(trajectory.success),
-                reward=trajectory.reward if trajectory.error is None else task.failure,
-                turns=len(trajectory.turns),
-                prompt_tokens=sum(
-                    (one.usage and one.usage.prompt_tokens) or len(one.prompt_ids)
-                    for one in episode.generations
-                ),
-                response_tokens=sum(
-                    (one.usage and one.usage.completion_tokens) or len(one.response_ids)
-                    for one in episode.generations
-                ),
-                seconds=seconds.get(job.task.seed, 0.0),
-                shown=len(trajectory.uses),
-                error=trajectory.error,
+            held, before = entries_of(arm), meter.spent()
+            try:
+                async with arm.visit():
+                    await rollout.play(jobs[start : start + size], recorder.finished)
+            finally:
+                if arm.manager is not None:
+                    grown = (held, entries_of(arm))
+                    spent = meter.spent() - before
+                    log.append(
+                        BankChange(task=task.name, arm=cell.arm, entries=grown, extractor=spent)
+                    )
+
+
+def entries_of(arm: ArmBank) -> int:
+    """Return how many entries the bank of an arm has."""
+    return 0 if arm.manager is None else len(arm.manager.bank)
+
+
+class Recorder:
+    """Log the episodes of a cell as they end, from what `Recorded` and `Watched` noted of them.
+
+    Args:
+        cell: what is played.
+        log: where the episodes go.
+        outages: episodes in a row that an outage of the server may fail before the run stops.
+        played: called with each episode after it is logged.
+
+    Attributes:
+        notes: of the episodes that are being played, by seed.
+    """
+
+    def __init__(
+        self,
+        cell: PlannedCell,
+        log: PlayLog,
+        outages: int,
+        played: Callable[[PlayedEpisode], object],
+    ) -> None:
+        self.notes: dict[int | None, Notes] = {}
+        self._cell, self._log, self._played = cell, log, played
+        self._most, self._outages = outages, 0
+
+    def finished(self, episode: Episode) -> None:
+        """Log an episode.
+
+        Raises:
+            BackendError: the server seems to be down.
+        """
+        job = cast("Job", episode.job)
+        noted = self.notes.pop(job.sampling_seed)
+        one = self._record(job, episode.trajectory, noted)
+        self._log.append(one)
+        self._played(one)
+        out = isinstance(noted.error, BackendError) and noted.error.outage is not None
+        self._outages = self._outages + 1 if out else 0
+        if self._outages >= self._most:
+            raise BackendError(
+                f"Expected a server that answers, got {self._outages} episodes in a row that it"
+                f" failed: {noted.error}"
             )
+
+    def log_stopped(self, jobs: Sequence[Job]) -> None:
+        """Log what those of the jobs took that the end of the run has stopped."""
+        ended = Trajectory(task="", error="the run was stopped")
+        for job in jobs:
+            noted = self.notes.pop(job.sampling_seed, None)
+            if noted is not None and noted.spent.requests:
+                one = self._record(job, ended, noted)
+                self._log.append(one.model_copy(update={"stopped": True}))
+
+    def _record(self, job: Job, trajectory: Trajectory, noted: Notes) -> PlayedEpisode:
+        task, arm, world, visit = self._cell.key(job)
+        failed = trajectory.error is not None
+        return PlayedEpisode(
+            task=task,
+            arm=arm,
+            world=world,
+            visit=visit,
+            seed=job.task.seed,
+            task_id=trajectory.task_id,
+            success=bool(trajectory.success),
+            reward=self._cell.task.failure if failed else trajectory.reward,
+            turns=len(trajectory.turns),
+            prompt_tokens=noted.spent.prompt_tokens,
+            response_tokens=noted.spent.generated_tokens,
+            seconds=noted.seconds,
+            shown=len(trajectory.uses),
+            error=trajectory.error,
+            again=failed and not isinstance(noted.error, NoAnswerError),
+            spent=noted.spent,
+            transcript=tuple(noted.turns),
+            end=noted.end,
+            retrieved=tuple(noted.retrieved),
         )
-    return SuiteCell(
-        task=task.name,
-        arm="off" if bank is None else bank.arm,
-        episodes=tuple(episodes),
-        entries=entries,
-        extractor=meter.spent() - spent_before,
-        actor=plan.meter.spent() - actor_before,
-    )
+
+
+def results_of(
+    log: PlayLog, cells: Sequence[PlannedCell], settings: dict[str, Any]
+) -> SuiteResults:
+    """Return what a log holds of the cells, and its report; those without episodes are left out."""
+    found: list[SuiteCell] = []
+    for cell in cells:
+        name, arm = cell.task.name, cell.arm
+        keys = [cell.key(job) for job in cell.jobs]
+        episodes = tuple(log.episodes[key] for key in keys if key in log.episodes)
+        changes = [one for one in log.changes if (one.task, one.arm) == (name, arm)]
+        entries = (changes[0].entries[0], changes[-1].entries[1]) if changes else None
+        if episodes:
+            found.append(
+                SuiteCell(
+                    task=name,
+                    arm=arm,
+                    episodes=episodes,
+                    entries=entries,
+                    extractor=sum((one.extractor for one in changes), Spent()),
+                    actor=log.spent.get((name, arm), Spent()),
+                )
+            )
+    shown = report(found, settings.get("tasks", ()))
+    return SuiteResults(settings=settings, cells=tuple(found), report=shown)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from pydantic import Field
 
+from experiential.config import Arm
 from experiential.evaluation.intervals import clustered_mean, over_tasks, paired_difference, wilson
 from experiential.evaluation.play_log import PlayedEpisode
 from experiential.llm.metered import Spent
@@ -20,15 +21,15 @@ class SuiteCell(Record):
     """Hold the episodes of one task under one arm."""
 
     task: str
-    arm: Literal["off", "frozen", "on"]
-    """``off``: no bank; ``frozen``: one that is only read; ``on``: one that grows."""
+    arm: Arm
     episodes: tuple[PlayedEpisode, ...] = Field(min_length=1)
     entries: tuple[int, int] | None = None
     """Of the bank at the beginning and at the end; None for ``off``."""
     extractor: Spent = Spent()
     """Tokens, cost and seconds of distillation."""
     actor: Spent = Spent()
-    """The same of the agent's language model, failed episodes included."""
+    """The same of the agent's language model, attempts that failed included; the seconds of
+    requests that were open at one time add up."""
 
 
 MEASURES: dict[str, Callable[[PlayedEpisode], float]] = {
@@ -39,14 +40,30 @@ MEASURES: dict[str, Callable[[PlayedEpisode], float]] = {
     "seconds": lambda one: one.seconds,
 }
 OVERALL = "all tasks"
+CONTRASTS: tuple[tuple[Arm, Arm], ...] = (
+    *((arm, "off") for arm in ("frozen", "on", "shuffled", "placebo")),
+    *((arm, other) for arm in ("frozen", "on") for other in ("shuffled", "placebo")),
+)
+"""Pairs of arms whose difference is reported: the first minus the second."""
 
 
-def by_world(cell: SuiteCell, measure: str) -> np.ndarray:
-    """Return the mean of a measure in each world, in the order of the worlds, shape (worlds,)."""
+def by_world(
+    cell: SuiteCell, measure: str, played: Container[tuple[int, int]] | None = None
+) -> np.ndarray:
+    """Return the mean of a measure in each world, in the order of the worlds, shape (worlds,).
+
+    Of the episodes only those in ``played`` count, each a world and a visit, if that is given.
+    """
     found: dict[int, list[float]] = {}
     for episode in cell.episodes:
-        found.setdefault(episode.world, []).append(MEASURES[measure](episode))
+        if played is None or (episode.world, episode.visit) in played:
+            found.setdefault(episode.world, []).append(MEASURES[measure](episode))
     return np.array([np.mean(found[world]) for world in sorted(found)])
+
+
+def episodes_of(cell: SuiteCell) -> set[tuple[int, int]]:
+    """Return world and visit of each episode of a cell."""
+    return {(one.world, one.visit) for one in cell.episodes}
 
 
 FACTS = ("data", "split", "digest", "protocol")
@@ -59,8 +76,9 @@ def report(cells: Sequence[SuiteCell], played: Sequence[Mapping[str, Any]] = ())
     ``played`` are `TaskFacts` as mappings, which the rows of a task repeat.
 
     Returns:
-        ``tasks``, ``overall`` (empty with one task) and ``differences`` (with the bank minus
-        without, paired by world), each a list of rows with an interval for every measure.
+        ``tasks``, ``overall`` (empty with one task) and ``differences`` (of `CONTRASTS`, paired by
+        world, over the episodes that both arms have played), each a list of rows with an interval
+        for every measure.
     """
     worlds = {
         (cell.task, cell.arm): {name: by_world(cell, name) for name in MEASURES} for cell in cells
@@ -75,6 +93,7 @@ def report(cells: Sequence[SuiteCell], played: Sequence[Mapping[str, Any]] = ())
             "episodes": len(cell.episodes),
             "worlds": len({one.world for one in cell.episodes}),
             "failed": sum(reasons.values()),
+            "again": sum(one.again for one in cell.episodes),
             "failures": dict(reasons.most_common()),
             "actor": cell.actor.model_dump(),
             "extractor": cell.extractor.model_dump(),
@@ -99,16 +118,24 @@ def report(cells: Sequence[SuiteCell], played: Sequence[Mapping[str, Any]] = ())
             overall.append(row)
 
     differences: list[dict[str, Any]] = []
-    pairs = [key for key in worlds if key[1] != "off" and (key[0], "off") in worlds]
-    for task, arm in pairs:
-        row = {"task": task, "arms": [arm, "off"], **facts.get(task, {})}
-        for name, values in worlds[task, arm].items():
-            row[name] = paired_difference(values, worlds[task, "off"][name]).model_dump()
-        differences.append(row)
-    if len(pairs) > 1:
-        row = {"task": OVERALL, "arms": [pairs[0][1], "off"]}
-        for name in MEASURES:
-            gains = [worlds[task, arm][name] - worlds[task, "off"][name] for task, arm in pairs]
-            row[name] = over_tasks(gains).model_dump()
-        differences.append(row)
+    found = {(cell.task, cell.arm): cell for cell in cells}
+    for arm, other in CONTRASTS:
+        gains: dict[str, list[np.ndarray]] = {name: [] for name in MEASURES}
+        for task in dict.fromkeys(cell.task for cell in cells):
+            one, two = found.get((task, arm)), found.get((task, other))
+            if one is None or two is None:
+                continue
+            both = episodes_of(one) & episodes_of(two)
+            if not both:
+                continue
+            row = {"task": task, "arms": [arm, other], **facts.get(task, {})}
+            for name in MEASURES:
+                first, second = by_world(one, name, both), by_world(two, name, both)
+                row[name] = paired_difference(first, second).model_dump()
+                gains[name].append(first - second)
+            differences.append(row)
+        if len(gains["success"]) > 1:
+            row = {"task": OVERALL, "arms": [arm, other]}
+            row |= {name: over_tasks(tables).model_dump() for name, tables in gains.items()}
+            differences.append(row)
     return {"tasks": tasks, "overall": overall, "differences": differences}
