@@ -494,6 +494,8 @@ class CountEnv(TextEnv):
             "aliased": self.listed,
         }.get(self.flaw, ("one", "two"))
         info = self._report(self.name, said, **more)
+        if self.flaw == "pattern":
+            info["admissible_pattern"] = "say["
         return info if listed is None else info | {"admissible": listed}
 
     def _begin(self, world: int) -> tuple[str, Info]:
@@ -535,6 +537,7 @@ def test_an_environment_may_list_its_actions_in_any_sequence_or_not_at_all(flaw:
     [
         ("text", "expected info['admissible'] to be list, got str; list the actions that are"),
         ("members", "to hold text of the action space, got '2' (int); list the texts that step()"),
+        ("pattern", "expected info['admissible_pattern'] to be a regular expression, got 'say['"),
         ("blank", "to hold text of the action space, got '' (str)"),
         (
             "unacceptable",

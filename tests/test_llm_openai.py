@@ -105,6 +105,23 @@ async def test_choices_are_sent_checked_and_refused_without_support(server: Serv
         await backend(server, supports_choices=True).generate(CHAT, choices)
 
 
+async def test_choices_beside_a_pattern_are_one_regular_expression(server: Server):
+    sampling = SamplingParams(choices=("go north", "say[hi]"), pattern=r"say\[\w+\]")
+    server.replies = [
+        (200, completion("say[hello]"), {}, 0.0),
+        (200, completion("say[hel", finish_reason="length"), {}, 0.0),
+        (200, completion("say[]"), {}, 0.0),
+    ]
+    llm = backend(server, supports_choices=True)
+    generation = await llm.generate(CHAT, sampling)
+    assert generation.text == "say[hello]" and generation.finish_reason is FinishReason.CHOICE
+    wanted = r"(?:say\[\w+\])|go\ north"
+    assert server.requests[0]["structured_outputs"] == {"regex": wanted}
+    assert (await llm.generate(CHAT, sampling)).finish_reason is FinishReason.LENGTH
+    with pytest.raises(BackendError, match="'say\\[\\]'"):
+        await llm.generate(CHAT, sampling)
+
+
 async def test_429_then_200_is_retried_after_the_time_asked_for(server: Server):
     server.replies = [
         (429, {"error": "slow down"}, {"retry-after": "0.05"}, 0.0),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import pytest
 import torch
@@ -122,8 +123,48 @@ async def test_a_number_ends_where_the_model_ends_it() -> None:
     assert ended and all(json.loads(g.text) == int(g.text) for g in ended)
 
 
+OPEN = {"json_schema": None, "choices": ("wait", "go north.", "say[hello]"), "max_tokens": 40}
+SAY = r"say\[[a-z]{1,8}\]"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_a_pattern_opens_a_choice_to_free_words(temperature: float) -> None:
+    llm = TransformersLLM(MODEL, TOKENIZER)
+    made = await sample(llm, **OPEN, pattern=SAY, temperature=temperature)
+    assert all(g.finish_reason is FinishReason.STOP for g in made)
+    assert all(g.text in OPEN["choices"] or re.fullmatch(SAY, g.text) for g in made)
+    closed = await sample(llm, **OPEN, temperature=temperature)
+    assert {g.text for g in closed} <= {*OPEN["choices"]}
+
+
+async def test_an_open_choice_can_be_any_and_its_logprobs_are_those_of_the_grammar() -> None:
+    llm, schemas = TransformersLLM(MODEL, TOKENIZER), Schemas(TOKENIZER, 384)
+    made = [g for _ in range(4) for g in await sample(llm, **OPEN, pattern=SAY, seed=None)]
+    assert "wait" in {g.text for g in made} and any(g.text.startswith("say[") for g in made)
+    generation = next(g for g in made if g.text.startswith("say["))
+    assert generation.json_schema is not None and generation.allowed is not None
+    start, ids = len(generation.prompt_ids), generation.response_ids
+    with torch.inference_mode():
+        logits = MODEL(torch.tensor([[*generation.prompt_ids, *ids]])).logits[0]
+    drawn = [i for i, allowed in enumerate(generation.allowed) if not allowed]
+    masks = schemas.allowed(generation.json_schema, ids, drawn)
+    for i, mask in zip(drawn, masks, strict=True):
+        row = logits[start + i - 1].masked_fill(~torch.as_tensor(mask), -torch.inf)
+        expected = torch.log_softmax(row, -1)[ids[i]].item()
+        assert generation.logprobs[i] == pytest.approx(expected, abs=1e-4)
+
+
+async def test_an_open_choice_is_trained_on_under_its_grammar() -> None:
+    model, tokenizer = tiny_random_model()
+    policy = LocalRuntime(TransformersLLM(model, tokenizer), OptimSettings(lr=1e-3))
+    made = await sample(policy, **OPEN, pattern=SAY)
+    samples = [sample_from_generation(g, 1.0 - 2 * (i % 2)) for i, g in enumerate(made)]
+    stats = await policy.train(samples, LossSettings(kind="cispo"))
+    assert stats.metrics["ratio"] == pytest.approx(1.0, abs=1e-3) and stats.grad_norm > 0
+
+
 async def test_a_schema_that_cannot_be_compiled_is_named() -> None:
-    with pytest.raises(BackendError, match="JSON schema that can be compiled"):
+    with pytest.raises(BackendError, match="JSON schema or pattern that can be compiled"):
         await TransformersLLM(MODEL, TOKENIZER).generate(
             PROMPTS[0], SamplingParams(json_schema={"type": "nothing"})
         )

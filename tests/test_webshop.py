@@ -9,6 +9,7 @@ import lzma
 import os
 import pickle
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 
 import experiential.envs as envs
 import experiential.envs.webshop.nouns as nouns_module
+from experiential.agents.actor import ActorAgent
 from experiential.envs.webshop.catalogue import (
     INSTRUCTIONS,
     PRODUCTS,
@@ -30,11 +32,15 @@ from experiential.envs.webshop.catalogue import (
 from experiential.envs.webshop.shop import Goal, draw_prices, make_goals
 from experiential.errors import ConfigError
 from experiential.evaluation.suites import find_suite
+from experiential.llm.transformers import TransformersLLM
+from experiential.wrappers import SearchAndAskWrapper
+from tests.llm_tiny import tiny_random_model
+from tests.wrapper_worlds import CountingManager
 
 pytest.importorskip("thefuzz", reason="needs the extra webshop")
 pytest.importorskip("snowballstemmer", reason="needs the extra webshop")
 
-from experiential.envs.webshop.env import Call, WebShopEnv, read_call
+from experiential.envs.webshop.env import BACK, QUERY, Call, WebShopEnv, read_call
 from experiential.envs.webshop.lucene import LuceneBM25, stem, stored_length, tokens
 from experiential.envs.webshop.nouns import nouns
 from experiential.envs.webshop.score import agree, plain_colour, score, type_factor, wished_text
@@ -383,6 +389,47 @@ def test_invented_splits_share_no_product() -> None:
         p.title for p in held.values()
     }
     assert not {*train} & {*WebShopEnv("train", generation=1)._shop.products}
+
+
+# Choosing
+
+
+def test_a_model_that_can_only_choose_writes_its_own_query(tmp_path: Path) -> None:
+    env = shop(tmp_path)
+    observation, info = env.reset(seed=0)
+    agent = ActorAgent(TransformersLLM(*tiny_random_model()), constrain=True, seed=1)
+    for _ in range(3):
+        action = agent.act(observation, info)
+        assert re.fullmatch(QUERY, action) and action not in info["admissible"]
+        observation, _, _, _, after = env.step(action)
+        assert not after["invalid"] and "admissible_pattern" not in after
+        assert agent.act(observation, after) in after["admissible"]
+        observation, *_, info = env.step(f"click[{BACK}]")
+    assert read_call(info["admissible"][0]) is not None  # what the random agent searches for
+
+
+def test_a_question_to_the_bank_leaves_the_search_open(tmp_path: Path) -> None:
+    env = SearchAndAskWrapper(shop(tmp_path), bank=CountingManager("Search for mugs."))
+    _, info = env.reset(seed=0)
+    assert info["admissible_pattern"] == QUERY
+    info = env.step("<search_and_ask>what sells?</search_and_ask>")[4]
+    assert info["admissible_pattern"] == QUERY and info["search_and_ask"]["hit"]
+    assert "admissible_pattern" not in env.step("search[mug]")[4]
+
+
+@given(st.from_regex(QUERY, fullmatch=True))
+@settings(max_examples=200, deadline=None)
+def test_what_the_pattern_matches_is_a_search(action: str) -> None:
+    call = read_call(action)
+    assert call is not None and call.kind == "search" and call.text
+
+
+def test_the_search_page_of_every_visit_says_that_any_words_may_be_searched(tmp_path: Path) -> None:
+    env = shop(tmp_path)
+    assert env.reset(seed=0)[1]["admissible_pattern"] == QUERY
+    assert env.step("nothing")[4]["admissible_pattern"] == QUERY
+    assert "admissible_pattern" not in env.step("search[mug]")[4]
+    assert env.step(f"click[{BACK}]")[4]["admissible_pattern"] == QUERY
 
 
 # Playing

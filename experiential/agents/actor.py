@@ -64,7 +64,7 @@ class ActorAgent:
         top_p: nucleus sampling.
         max_tokens: tokens per response.
         constrain: choose among ``info["admissible"]`` where the environment names the admissible
-            actions.
+            actions; an action that matches ``info["admissible_pattern"]`` can be written too.
         history: past turns shown beside the first observation and the current one; None shows all.
         keep_first: False drops the first observation with the turns that ``history`` leaves out,
             for environments whose every observation is complete.
@@ -154,15 +154,15 @@ class ActorAgent:
         sampling: dict[str, Any] = {"seed": seed, "tools": self._tools}
         choices = tuple(map(str, info.get("admissible") or ())) if self.constrain else ()
         if choices:
-            sampling |= {"choices": choices, "stop": (), "tools": ()}
+            pattern = info.get("admissible_pattern")
+            sampling |= {"choices": choices, "pattern": pattern, "stop": (), "tools": ()}
+        params = self._sampling.model_copy(update=sampling)
         advice = self._observe(observation, info.get("experience_prompt"), bool(choices))
         if self._further:
             generation = self._further.pop(0)
         else:
             try:
-                generation = await self.llm.generate(
-                    self.dialogue.prompt(), self._sampling.model_copy(update=sampling)
-                )
+                generation = await self.llm.generate(self.dialogue.prompt(), params)
             except BaseException:  # the turn can be asked for again
                 self.dialogue.withdraw()
                 raise
@@ -180,7 +180,7 @@ class ActorAgent:
         self._experience = advice
         if generation.tool_calls:
             action = generation.tool_calls[0].action()
-        elif generation.text in choices:
+        elif choices and params.permits(generation.text):
             action = generation.text
         else:
             action = extract_action(generation.text)
@@ -218,7 +218,8 @@ class ActorAgent:
                 " got one that does not"
             )
         for observation, generation in zip(observations, generations, strict=True):
-            chosen = generation.finish_reason is FinishReason.CHOICE
+            constraint = generation.json_schema  # of choices among which text is open
+            chosen = generation.finish_reason is FinishReason.CHOICE or constraint is not None
             shown = self._observe(observation, advice, chosen)
             prompt = {"prompt_ids": tuple(self.dialogue.prompt())}
             replayed = generation.model_copy(update=prompt)

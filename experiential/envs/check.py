@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -23,6 +24,7 @@ KEYS: dict[str, tuple[type, str]] = {
 """Type and meaning of the keys that every ``info`` has."""
 OPTIONAL: dict[str, tuple[type, str]] = {
     "admissible": (list, "list the actions that are acceptable now, or leave the key out"),
+    "admissible_pattern": (str, "match, beside the actions listed, those with words of one's own"),
     "feedback": (str, "comment on the action, or leave the key out"),
 }
 HOSTILE = (
@@ -252,6 +254,12 @@ def _told(env: Env, where: str, step: Step) -> Iterator[str]:
         yield (
             f"{where}: expected info['success'] only at the end of an episode, got it before; end"
             " the episode, or set it to False"
+        )
+    pattern = info.get("admissible_pattern")
+    if isinstance(pattern, str) and isinstance(attempted(re.compile, pattern), Exception):
+        yield (
+            f"{where}: expected info['admissible_pattern'] to be a regular expression, got"
+            f" {pattern[:80]!r}"
         )
     listed = info.get("admissible")
     if isinstance(listed, list | tuple):

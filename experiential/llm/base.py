@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -23,6 +24,8 @@ class SamplingParams(Record):
         stop: strings that end the response; the stop string itself is kept in the text.
         choices: the response is exactly one of these strings, drawn from the model's own
             distribution restricted to them. Backends without support raise ``BackendError``.
+        pattern: beside choices, a regular expression of further responses: the response is a choice
+            or matches it as a whole. Backends that cannot do this draw a choice.
         json_schema: restrict the response to this JSON schema; ignored by backends that cannot.
         tools: what the response may call, OpenAI tool schemas; ignored by backends without
             ``supports_tools``.
@@ -36,10 +39,28 @@ class SamplingParams(Record):
     max_tokens: int = Field(default=256, gt=0)
     stop: tuple[str, ...] = ()
     choices: tuple[str, ...] | None = None
+    pattern: str | None = None
     json_schema: dict[str, Any] | None = None
     tools: tuple[dict[str, Any], ...] = ()
     seed: int | None = None
     priority: int = 0
+
+    def open_choices(self) -> str | None:
+        r"""Return one regular expression of the choices and ``pattern``, None without one of them.
+
+        >>> SamplingParams(choices=("wait", "say[hi]"), pattern=r"say\[\w+\]").open_choices()
+        '(?:say\\[\\w+\\])|wait'
+        """
+        if self.pattern is None or self.choices is None:
+            return None
+        others = [one for one in self.choices if not re.fullmatch(self.pattern, one)]
+        return "|".join([f"(?:{self.pattern})", *map(re.escape, others)])
+
+    def permits(self, text: str) -> bool:
+        """Return whether a response is one of the choices or matches ``pattern``."""
+        if self.choices is None or text in self.choices:
+            return True
+        return self.pattern is not None and re.fullmatch(self.pattern, text) is not None
 
 
 class LLM(ABC):

@@ -176,7 +176,9 @@ class OpenAILLM(LLM):
         if sampling.json_schema is not None:
             schema = {"name": "reply", "schema": sampling.json_schema}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
-        if sampling.choices is not None:
+        if (pattern := sampling.open_choices()) is not None:
+            body["structured_outputs"] = {"regex": pattern}
+        elif sampling.choices is not None:
             body["structured_outputs"] = {"choice": list(sampling.choices)}
         if sampling.tools and self.supports_tools:
             body["tools"] = list(sampling.tools)
@@ -315,11 +317,11 @@ class OpenAILLM(LLM):
             whole = text
             if "stop" in self._omitted:
                 text = cut_after_stop(text, sampling.stop)
-            if sampling.choices is not None and text not in sampling.choices:
-                raise BackendError(
-                    f"Expected one of the choices {list(sampling.choices)} from {self._url}, got"
-                    f" {text[:SHOWN]!r}"
-                )
+            cut_short = choice.get("finish_reason") == "length" and text == whole
+            if not sampling.permits(text) and not (sampling.pattern and cut_short):
+                wanted = f"one of the choices {list(sampling.choices or ())}"
+                wanted += f" or {sampling.pattern!r}" if sampling.pattern else ""
+                raise BackendError(f"Expected {wanted} from {self._url}, got {text[:SHOWN]!r}")
             listed: Any = choice.get("logprobs")
             listed = listed.get("content") if listed else None
             logprobs = tuple(float(entry["logprob"]) for entry in listed or ())
@@ -328,9 +330,9 @@ class OpenAILLM(LLM):
             # ids without a log-probability each, or of text that was cut, cannot be trained on
             complete = len(response_ids) == len(logprobs) and text == whole
             finish = FinishReason.STOP
-            if sampling.choices is not None:
+            if sampling.choices is not None and sampling.permits(text):
                 finish = FinishReason.CHOICE
-            elif choice.get("finish_reason") == "length" and text == whole:
+            elif cut_short:
                 finish = FinishReason.LENGTH
             return Generation(
                 text=text,

@@ -1,8 +1,8 @@
 """Follow one response in the making: which tokens may come, which have come, when it ends.
 
-A response may have to be one of some choices, or fit a JSON schema. Choices are a trie over token
-ids; schemas are compiled by llguidance. Why there are two mechanisms is in docs/decisions/020:
-llguidance computes a mask over the whole vocabulary for each token.
+A response may have to be one of some choices, or fit a JSON schema or a regular expression. Choices
+are a trie over token ids; the others are compiled by llguidance. Why there are two mechanisms is in
+docs/decisions/020: llguidance computes a mask over the whole vocabulary for each token.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from experiential.llm.base import SamplingParams, cut_after_stop
 from experiential.types import FinishReason, Message, Prompt, is_token_prompt
 
 _SCHEMAS = 256
+_PATTERN = "x-pattern"
+"""The only key of a schema that stands for text matching a regular expression, and not for JSON."""
 _BYTE_SLACK = 4
 
 
@@ -331,15 +333,25 @@ class Schemas:
     def _compile(self, schema: str) -> Any:
         from llguidance import LLMatcher
 
-        grammar = LLMatcher.grammar_from_json_schema(
-            schema, defaults={"whitespace_flexible": False}
-        )
+        asked: dict[str, Any] = json.loads(schema)
+        if asked.keys() == {_PATTERN}:
+            grammar = LLMatcher.grammar_from_regex(asked[_PATTERN])
+        else:
+            grammar = LLMatcher.grammar_from_json_schema(
+                schema, defaults={"whitespace_flexible": False}
+            )
         matcher: Any = LLMatcher(self._tokenizer, grammar)
         if error := matcher.get_error():
-            raise BackendError(
-                f"Expected a JSON schema that can be compiled, got {schema[:200]}: {error}"
-            )
+            got = f"{schema[:200]}: {error}"
+            raise BackendError(f"Expected a JSON schema or pattern that can be compiled, got {got}")
         return matcher
+
+
+def restriction(sampling: SamplingParams) -> str | None:
+    """Return what `Schemas` restricts a response to, as one string; None for nothing."""
+    if (pattern := sampling.open_choices()) is not None:
+        return canonical({_PATTERN: pattern})
+    return None if sampling.json_schema is None else canonical(sampling.json_schema)
 
 
 def canonical(schema: Mapping[str, Any]) -> str:

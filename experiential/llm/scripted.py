@@ -80,10 +80,10 @@ class ScriptedLLM(LLM):
         reply = self._reply(messages)
         text = await reply if inspect.isawaitable(reply) else reply
         text = cut_after_stop(text, sampling.stop)
-        if sampling.choices is not None and text not in sampling.choices:
+        if not sampling.permits(text):
             raise BackendError(
-                f"Expected one of the choices {list(sampling.choices)}, got the scripted reply"
-                f" {text!r}"
+                f"Expected one of the choices {list(sampling.choices or ())}, got the scripted"
+                f" reply {text!r}"
             )
         response_ids: tuple[int, ...] = ()
         if tokenizer is not None:

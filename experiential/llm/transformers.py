@@ -16,7 +16,7 @@ from experiential.llm.request import (
     Request,
     Schemas,
     StopFinder,
-    canonical,
+    restriction,
 )
 from experiential.types import Generation, Prompt
 
@@ -135,10 +135,9 @@ class TransformersLLM(LLM):
         sampling = sampling or SamplingParams()
         ids = self.encode(prompt)
         trie = schema = written = None
-        if sampling.choices is not None:
+        if sampling.choices is not None and sampling.pattern is None:
             trie = self._tries(sampling.choices)
-        elif sampling.json_schema is not None:
-            written = canonical(sampling.json_schema)
+        elif (written := restriction(sampling)) is not None:
             schema = self.schemas.start(written)
         if not ids:
             raise BackendError("Expected a prompt of at least one token, got an empty one")

@@ -19,7 +19,7 @@ from experiential.errors import BackendError, require
 from experiential.llm.base import LLM, SamplingParams, cut_after_stop
 from experiential.llm.executor import DeviceExecutor
 from experiential.llm.models import load_tokenizer, resolve_device, resolve_model
-from experiential.llm.request import ChoiceTrie, PromptEncoder, Request, StopFinder, canonical
+from experiential.llm.request import ChoiceTrie, PromptEncoder, Request, StopFinder, restriction
 from experiential.sync import resolve_futures
 from experiential.types import FinishReason, Generation, Prompt
 
@@ -74,10 +74,11 @@ async def draw_response(
             **record,
         )
     written, options = None, dict[str, Any]()
-    if schemas and sampling.json_schema is not None:
-        written = canonical(sampling.json_schema)
+    if schemas and (written := restriction(sampling)) is not None:
         structured: Any = import_module("vllm.sampling_params").StructuredOutputsParams
-        options = {"structured_outputs": structured(json=written)}
+        pattern = sampling.open_choices()
+        form = {"json": written} if pattern is None else {"regex": pattern}
+        options = {"structured_outputs": structured(**form)}
     limit = min(sampling.max_tokens, room)
     output = await ask(ids, sampling_params(sampling, limit, sampling.seed, **options))
     response = tuple(output.token_ids)
@@ -192,7 +193,8 @@ class VLLM(LLM):
             raise BackendError(f"Expected an open backend, got {self.name!r} after close()")
         sampling = sampling or SamplingParams()
         ids = self.encode(prompt)
-        trie = None if sampling.choices is None else self._tries(sampling.choices)
+        listed = sampling.choices if sampling.pattern is None else None
+        trie = None if listed is None else self._tries(listed)
         needed = 1 if trie is None else trie.longest
         if not ids or len(ids) + needed > self._context:
             raise BackendError(

@@ -29,7 +29,7 @@ PATIENCE = 8
 """Refused calls in a row that truncate an episode, so that an agent that only calls still ends."""
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
-_CONTEXT = ("task", "task_id", "instance", "admissible")
+_CONTEXT = ("task", "task_id", "instance", "admissible", "admissible_pattern")
 
 
 class SearchAndAskWrapper(BankWrapper):

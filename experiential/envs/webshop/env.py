@@ -35,6 +35,8 @@ PRESETS: dict[str, dict[str, Any]] = {"complementary": {"binary": True}}
 """Settings of papers: Complementary RL, C.1."""
 _OPENING = re.compile(r"(?<![\w<])(search|click)\[", re.IGNORECASE)
 _SURROGATE = re.compile("[\ud800-\udfff]")
+QUERY = r"search\[[!-Z\\^-~][ -Z\\^-~]{0,119}\]"
+"""The search of a model that can only choose: at most 120 printable ASCII characters."""
 _UNSEARCHABLE = re.compile(r"[\[\]\ud800-\udfff\s]+")  # what a search's brackets cannot hold
 _INSIDE = re.compile(r"[^\[\]]*(?:\[[^\[\]]*\][^\[\]]*)*\]")
 
@@ -235,14 +237,16 @@ class WebShopEnv(TextEnv):
         return f"WebShop\nInstruction: {self.task}\n{page}\n{tail}"
 
     def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
-        # Clicks of this page; on the search page a search for the words of the instruction.
+        # Clicks of this page; on the search page, where any words may be searched, those of the
+        # instruction as an example.
         buttons = self._visit.buttons(self._shop.products)
         clicks = [f"click[{one_line(text)}]" for text in buttons]
         if not clicks:
             wish = _UNSEARCHABLE.sub(" ", self.task.split(", and price lower than")[0])
             clicks = [f"search[{wish.strip()}]"]
         instance = f"{self._shop.name}-{self._goal.index}"
-        return self._report(instance, feedback, success=success, invalid=invalid, admissible=clicks)
+        info = self._report(instance, feedback, success=success, invalid=invalid, admissible=clicks)
+        return info | {"admissible_pattern": QUERY} if self._visit.kind == "search" else info
 
 
 @dataclass
