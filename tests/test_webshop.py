@@ -432,6 +432,17 @@ def test_the_search_page_of_every_visit_says_that_any_words_may_be_searched(tmp_
     assert env.step(f"click[{BACK}]")[4]["admissible_pattern"] == QUERY
 
 
+@pytest.mark.parametrize("generation", [0, 1])
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_every_goal_of_the_invented_shop_can_be_won(split: Any, generation: int) -> None:
+    """No invented value holds a colour's letters inside a word, which the reward would miss."""
+    env = WebShopEnv(split, generation=generation)
+    for goal in env._goals:
+        product = env._shop.products[goal.asin]
+        chosen = [value for _, value in goal.options]
+        assert score(product, product, goal, chosen, goal.bound).value == 1.0, goal
+
+
 # Playing
 
 

@@ -73,7 +73,7 @@ _KINDS = (
         "Headphones, Headset, Earphones",
         "noise cancelling, stereo sound, fast charging, high definition, "
         "hands free, bluetooth range, deep bass, carrying case",
-        "style", "wired, cordless, foldable, studio",
+        "style", "portable, cordless, foldable, studio",
     ),
     _Kind(
         "electronics", "tablet cases",
@@ -97,7 +97,7 @@ _KINDS = (
         "Tea, Tea Bags, Loose Leaf Tea",
         "caffeine free, non gmo, gluten free, usda organic, "
         "sugar free, individually wrapped, kosher certified, low calorie",
-        "flavor", "ginger, peppermint, chamomile, hibiscus",
+        "flavor", "ginger, rooibos, chamomile, hibiscus",
     ),
 )
 # fmt: on
