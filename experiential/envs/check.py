@@ -259,7 +259,7 @@ def _told(env: Env, where: str, step: Step) -> Iterator[str]:
     if isinstance(pattern, str) and isinstance(attempted(re.compile, pattern), Exception):
         yield (
             f"{where}: expected info['admissible_pattern'] to be a regular expression, got"
-            f" {pattern[:80]!r}"
+            f" {pattern[:80]!r}; mend it, or leave the key out"
         )
     listed = info.get("admissible")
     if isinstance(listed, list | tuple):
