@@ -27,7 +27,7 @@ from experiential.evaluation.memories import (
 )
 from experiential.evaluation.play_log import PlayedEpisode, read_log
 from experiential.evaluation.stream import StreamKey, StreamPlan, replay, trajectory_of
-from experiential.evaluation.stream_report import curve, gains, success_interval
+from experiential.evaluation.stream_report import curve, gain_interval, gains, success_interval
 from experiential.types import Distillation, Experience, Trajectory, Turn
 from tests.stream_worlds import ERAS, VAULTS, WORLDS
 
@@ -118,6 +118,21 @@ def test_transfer_reads_the_memory_of_a_task_in_the_others_and_never_writes_it(
     overall = {(row["source"], row["arm"]): row for row in report["overall"]}
     assert overall["all tasks", "bank"]["success"]["low"] > 0.3
     assert overall["all transfers", "bank"]["success"]["high"] < 0.2
+
+
+def test_further_arms_and_orders_add_to_a_log(tmp_path: Path) -> None:
+    results, small = tmp_path / "a.jsonl", [*VAULT, "--visits", "2"]
+    played(results, *small, "--orders", "1", "--arms", "none")
+    rows = played(results, *small, "--orders", "2", "--arms", "bm25")
+    assert [len(row["by_order"]) for row in rows.values()] == [1, 2]
+    assert rows["vault", "vault", "bm25"]["forward_transfer"]["low"] > 0
+    text = results.read_bytes()
+    assert len(lines(results)) == 3 * 2 * WORLDS
+    results.write_bytes(
+        text[: text[:-1].rfind(b"\n") + 1]
+    )  # the last stream lacks its last episode
+    rows = played(results, *small, "--orders", "1", "--arms", "none")
+    assert [len(row["by_order"]) for row in rows.values()] == [1, 1]
 
 
 def test_the_oracle_wins_every_episode_and_random_play_does_not(tmp_path: Path) -> None:
@@ -261,6 +276,14 @@ def test_a_rate_of_nought_has_an_interval_that_is_not_nought() -> None:
     assert success_interval(never).high == pytest.approx(0.3244, abs=1e-4)  # Wilson, 0 of 8
     twice = never + [episode(world, world, False, 1) for world in range(8)]
     assert success_interval(twice).high == pytest.approx(0.3244, abs=1e-4)
+
+
+def test_a_gain_of_nought_everywhere_has_an_interval_that_is_not_nought() -> None:
+    never = [episode(world, world, False) for world in range(8)]
+    gain = gains(never, never)
+    assert not gain.any()
+    found = gain_interval(gain, never, never)
+    assert (found.low, found.high) == pytest.approx((-0.3244, 0.3244), abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,10 @@ _WIDE = 150
 _OF_AGENT = (
     "backend model dtype temperature max_tokens constrain history instruction replies"
 ).split()
-_OF_STREAM = "agent arms episodes visits orders seed split transfer freeze_after k embedder".split()
-"""Options that decide what is played; the former only where a language model is asked."""
+_OF_STREAM = "agent episodes visits seed split freeze_after k embedder".split()
+"""Options that decide what is played; the former only where a language model is asked. More arms,
+orders and transfers only add to a log.
+"""
 _COLUMNS = {
     "success": ("success, %", 100.0, ".1f"),
     "turns": ("steps", 1.0, ".1f"),
@@ -130,7 +132,7 @@ def stream(
     from experiential.evaluation.play_log import PlayedEpisode, PlayLog
     from experiential.evaluation.players import SEATS, Player
     from experiential.evaluation.results import write_whole
-    from experiential.evaluation.stream import StreamPlan, Tools, play_streams
+    from experiential.evaluation.stream import StreamPlan, Tools, finished, play_streams
     from experiential.evaluation.stream_report import report
     from experiential.evaluation.suites import find_data, find_suite
     from experiential.llm.metered import Meter, Metered
@@ -218,7 +220,7 @@ def stream(
             asyncio.run(play_streams(plan, tools, log, ended))
         except KeyboardInterrupt:
             return complain("interrupted; the same command goes on", 130)
-        found = report(log.episodes.values())
+        found = report(finished(plan, log.episodes.values()))
     write_whole(file.with_suffix(".json"), _as_json({"settings": settings, **found}))
     console.print(report_table(f"{chosen.name}: {agent}, seed {seed}", found))
     show_line(console, f"episodes: {file}; report: {file.with_suffix('.json')}")

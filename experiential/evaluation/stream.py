@@ -256,6 +256,15 @@ def stream_of(episode: PlayedEpisode) -> StreamKey:
     return StreamKey(episode.arm, int(place["order"]), str(place["source"]))
 
 
+def finished(plan: StreamPlan, episodes: Iterable[PlayedEpisode]) -> list[PlayedEpisode]:
+    """Return the episodes of streams that are complete, of arms and orders outside the plan too."""
+    found: dict[StreamKey, list[PlayedEpisode]] = {}
+    for episode in episodes:
+        found.setdefault(stream_of(episode), []).append(episode)
+    whole = (played for key, played in found.items() if len(played) >= len(plan.steps(key)))
+    return [episode for played in whole for episode in played]
+
+
 def trajectory_of(episode: PlayedEpisode) -> Trajectory:
     """Return an episode as its memory learns from it, now and when a stream goes on."""
     after = [*(turn.observation for turn in episode.transcript[1:]), episode.end]

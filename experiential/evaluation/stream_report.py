@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -60,11 +61,27 @@ def success_interval(episodes: Sequence[PlayedEpisode]) -> Interval:
     nothing to draw, so Wilson's interval of as many episodes as worlds stands in.
     """
     values = table(episodes, "success")
-    if values.shape[0] == 1 or np.ptp(values) == 0:
-        means: list[float] = values.mean(axis=0).tolist()
-        if set(means) <= {0.0, 1.0}:
-            return wilson(int(sum(means)), len(means))
+    means: list[float] = values.mean(axis=0).tolist()
+    is_single = len(values) == 1 and set(means) <= {0.0, 1.0}
+    if is_single or np.ptp(values) == 0:
+        return wilson(round(sum(means)), len(means))
     return clustered_mean(values)
+
+
+def gain_interval(
+    gain: Values, episodes: Sequence[PlayedEpisode], without: Sequence[PlayedEpisode]
+) -> Interval:
+    """Return the mean of `gains` with a bootstrap over worlds.
+
+    Where all worlds gain the same there is nothing to draw. The intervals of the two success rates
+    then make that of their difference (Newcombe 1998, method 10, without its correlation).
+    """
+    if np.ptp(gain) > 0:
+        return clustered_mean(gain[None])
+    mean, one, other = float(gain.mean()), success_interval(episodes), success_interval(without)
+    below = math.hypot(one.mean - one.low, other.high - other.mean)
+    above = math.hypot(one.high - one.mean, other.mean - other.low)
+    return Interval(mean=mean, low=max(-1.0, mean - below), high=min(1.0, mean + above))
 
 
 def report(episodes: Iterable[PlayedEpisode]) -> dict[str, list[dict[str, Any]]]:
@@ -94,13 +111,15 @@ def report(episodes: Iterable[PlayedEpisode]) -> dict[str, list[dict[str, Any]]]
             "failed": sum(one.error is not None for one in played),
             **{name: clustered_mean(values).model_dump() for name, values in by_measure.items()},
             "success": success_interval(played).model_dump(),
-            "forward_transfer": clustered_mean(gain[None]).model_dump() if gain.size else None,
+            "forward_transfer": None,
             "by_order": orders.tolist(),
             "spread": float(np.ptp(orders)),
             "curve": curve(played),
             "actor": sum((one.spent for one in played), Spent()).model_dump(),
             "memory": sum((Spent(**one.note["memory"]) for one in played), Spent()).model_dump(),
         }
+        if without and gain.size:
+            row["forward_transfer"] = gain_interval(gain, played, without).model_dump()
         rows.append(row)
         means = {name: values.mean(axis=0) for name, values in by_measure.items()}
         tables.setdefault((arm, source == task), []).append({**means, "forward_transfer": gain})
