@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from experiential.bank.index.embed import CachedEmbedder, HashingEmbedder
 from experiential.cli.errors import run_app
 from experiential.cli.main import app
+from experiential.envs.alfworld.games import TASK_TYPES
 from experiential.evaluation.memories import (
     BankMemory,
     BM25Examples,
@@ -28,6 +30,7 @@ from experiential.evaluation.memories import (
 from experiential.evaluation.play_log import PlayedEpisode, read_log
 from experiential.evaluation.stream import StreamKey, StreamPlan, replay, trajectory_of
 from experiential.evaluation.stream_report import curve, gain_interval, gains, success_interval
+from experiential.evaluation.suites import find_suite
 from experiential.types import Distillation, Experience, Trajectory, Turn
 from tests.stream_worlds import ERAS, VAULTS, WORLDS
 
@@ -133,6 +136,27 @@ def test_further_arms_and_orders_add_to_a_log(tmp_path: Path) -> None:
     )  # the last stream lacks its last episode
     rows = played(results, *small, "--orders", "1", "--arms", "none")
     assert [len(row["by_order"]) for row in rows.values()] == [1, 1]
+
+
+def test_crossep_emb_is_200_games_of_six_types_and_30_transfers() -> None:
+    suite = find_suite("crossep-emb")
+    assert {task.name for task in suite.tasks} == set(TASK_TYPES)
+    assert sum(task.worlds or 0 for task in suite.tasks) == 200
+    assert {(task.split, task.turns) for task in suite.tasks} == {("valid_train", 20)}
+    assert all(task.kwargs["task_types"] == [task.name] for task in suite.tasks)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("fast_downward") is None, reason="alfworld is not installed")
+def test_made_households_are_played_by_type_and_the_oracle_wins_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--episodes", "1", "--orders", "1", "--arms", "none,bm25", "--agent", "oracle"]
+    emb = [*COMMAND, "--suite", "crossep-emb", "--transfer", "--made", *small]
+    rows = played(tmp_path / "a.jsonl", *emb)
+    assert len(rows) == 6 + 6 + 30
+    assert all(row["success"]["mean"] == 1.0 for row in rows.values())
+    assert "MADE DATA" in capsys.readouterr().out
 
 
 def test_the_oracle_wins_every_episode_and_random_play_does_not(tmp_path: Path) -> None:

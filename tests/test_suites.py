@@ -106,6 +106,8 @@ def test_the_suites_are_those_of_the_issue_and_name_only_registered_environments
         "alfworld-valid-train",
         "webshop-test",
         "hotpotqa-validation",
+        "crossep-emb",
+        "vault",
     }
     assert {task.id for suite in SUITES.values() for task in suite.tasks} <= set(ENVS)
     assert all(suite.source for suite in SUITES.values())

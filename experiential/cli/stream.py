@@ -11,20 +11,24 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from experiential.cli.bench import FOLDER, actor_maker, find_function, model_of
+from experiential.cli.bench import FOLDER, actor_maker, find_function, model_of, title_of
 from experiential.cli.errors import complain
 from experiential.cli.options import Backend, BackendOption, BaseUrl, Embedder, KeyEnv
 from experiential.cli.rows import show_line
 from experiential.errors import ConfigError
+
+if TYPE_CHECKING:
+    from experiential.evaluation.suites import Suite, TaskFacts
 
 ARMS = "none,trajectory,bm25,template,bank,bank-frozen,bank-shuffled"
 _WIDE = 150
@@ -32,7 +36,7 @@ _WIDE = 150
 _OF_AGENT = (
     "backend model dtype temperature max_tokens constrain history instruction replies"
 ).split()
-_OF_STREAM = "agent episodes visits seed split freeze_after k embedder".split()
+_OF_STREAM = "agent episodes visits seed freeze_after k embedder".split()
 """Options that decide what is played; the former only where a language model is asked. More arms,
 orders and transfers only add to a log.
 """
@@ -82,7 +86,12 @@ def stream(
     ] = None,
     k: Annotated[int, Option("--recalled", min=1, help="Entries or episodes recalled.")] = 3,
     seed: Annotated[int, Option(help="Seed of worlds, orders, episodes and sampling.")] = 0,
-    split: Annotated[str, Option(help="Split of the environments.")] = "eval",
+    split: Annotated[
+        str | None, Option(help="Split of all tasks.  [default: each task's own]")
+    ] = None,
+    made: Annotated[
+        bool, Option("--made", help="Play invented worlds where a task has real data.")
+    ] = False,
     slots: Annotated[int, Option(min=0, help="Streams at once; 0: 8 for llm, 1 for others.")] = 0,
     results: Annotated[
         Path | None,
@@ -141,12 +150,9 @@ def stream(
 
     find_data()
     chosen = find_suite(suite, tasks.split(",") if tasks else None)
-    if missing := chosen.missing():
-        steps = [f"{name}: run {' && '.join(steps)}" for name, steps in missing.items()]
-        raise ConfigError(
-            f"Expected all environments of suite {chosen.name} to be ready, got some that are not:"
-            f" {'; '.join(steps)}"
-        )
+    chosen = chosen.with_made_data() if made else chosen
+    chosen = chosen.with_split(split) if split else chosen
+    facts = chosen.ready()
     if transfer and len(chosen.tasks) < 2:
         raise ConfigError(
             f"Expected a suite of several tasks for --transfer, got {chosen.name} with one; choose"
@@ -162,7 +168,6 @@ def stream(
         visits=visits,
         orders=orders,
         seed=seed,
-        split=split,
         transfer=transfer,
         freeze_after=freeze_after,
         slots=slots or (8 if agent == "llm" else 1),
@@ -180,7 +185,7 @@ def stream(
     file = results or FOLDER / f"stream-{chosen.name}-{agent.replace(':', '.')}-{seed}.jsonl"
     with ExitStack() as stack:
         llm, prompts = None, "full"
-        settings = settings_of(chosen, context.params)
+        settings = settings_of(chosen, facts, context.params)
         if agent == "llm":
             model_settings = model_of(context.params)
             check_model(model_settings)
@@ -222,29 +227,26 @@ def stream(
             return complain("interrupted; the same command goes on", 130)
         found = report(finished(plan, log.episodes.values()))
     write_whole(file.with_suffix(".json"), _as_json({"settings": settings, **found}))
-    console.print(report_table(f"{chosen.name}: {agent}, seed {seed}", found))
+    console.print(report_table(title_of(chosen, facts, agent, seed), found))
+    source = "MADE DATA, not that of" if any(one.data == "made" for one in facts) else "as in"
+    show_line(console, f"{source} {chosen.source}")
     show_line(console, f"episodes: {file}; report: {file.with_suffix('.json')}")
     return 0
 
 
-def settings_of(suite: Any, options: dict[str, Any]) -> dict[str, Any]:
+def settings_of(
+    suite: Suite, facts: Sequence[TaskFacts], options: dict[str, Any]
+) -> dict[str, Any]:
     """Return all that decides what is played; episodes of other settings are never mixed."""
-    from experiential.envs.readiness import readiness
     from experiential.evaluation.cell import package_version
 
     names = (*_OF_STREAM, *(_OF_AGENT if options["agent"] == "llm" else ()))
-    entries = {task.name: readiness(task.id) for task in suite.tasks}
     return {
         "suite": suite.name,
         "tasks": [
-            {"name": task.name, "id": task.id, "kwargs": task.kwargs, "turns": task.turns}
-            for task in suite.tasks
+            {**one.model_dump(), "kwargs": task.kwargs, "turns": task.turns}
+            for task, one in zip(suite.tasks, facts, strict=True)
         ],
-        "data": {
-            name: "real" if entry.has_data() else "made"
-            for name, entry in entries.items()
-            if entry.variable
-        },
         **{
             name: str(value) if isinstance(value := options[name], Path) else value
             for name in names

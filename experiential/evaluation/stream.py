@@ -68,7 +68,6 @@ class StreamPlan:
     orders: int = 3
     """Orders in which every arm meets the episodes."""
     seed: int = 0
-    split: str = "eval"
     transfer: bool = False
     """Whether the memory of each task is then read, not written, in all others."""
     freeze_after: int | None = None
@@ -107,7 +106,7 @@ class StreamPlan:
         return steps
 
     def _shuffled(self, task: SuiteTask, order: int) -> list[Job]:
-        worlds = world_count(task.id, task.kwargs | {"split": self.split})
+        worlds = world_count(task.id, task.arguments())
         episodes = self.episodes or (100 if worlds is None else worlds * self.visits)
         jobs = Plan(episodes, self.visits, self.seed).jobs(task, worlds, Condition.FREE)
         rng = np.random.default_rng([self.seed, zlib.crc32(task.name.encode()), order])
@@ -311,7 +310,7 @@ def opened(
 ) -> Rollout:
     """Return what plays the episodes of a task one by one."""
     settings = EnvSettings(
-        id=task.id, kwargs=task.kwargs, eval={"split": plan.split}, max_turns=task.turns
+        id=task.id, kwargs=task.kwargs, eval={"split": task.split}, max_turns=task.turns
     )
     return Rollout(
         settings,

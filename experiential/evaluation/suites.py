@@ -208,6 +208,29 @@ _OFFICIAL = (
         "HotpotQA, the 7,405 questions of hotpot_dev_distractor_v1.json; exact match, 6 turns",
     ),
 )
+_CROSSEP_EMB = Suite(
+    "crossep-emb",
+    tuple(
+        SuiteTask(
+            kind,
+            "experiential/ALFWorld-v0",
+            {"task_types": [kind], "turns": 20},
+            turns=20,
+            split="valid_train",
+            worlds=count,
+        )
+        for kind, count in (
+            ("pick_and_place_simple", 46),
+            ("pick_two_obj_and_place", 45),
+            ("pick_clean_then_place_in_recep", 37),
+            ("pick_cool_then_place_in_recep", 28),
+            ("pick_heat_then_place_in_recep", 25),
+            ("look_at_obj_in_light", 19),
+        )
+    ),
+    "EvoMemBench (arXiv 2605.18421), CrossEp-Emb: 200 games in six types, 20 turns; its protocol is"
+    " bench stream --transfer",
+)
 _SUITES = (
     Suite("room", (_ROOM,), f"{COMPLEMENTARY}, C.1 (Room-Ultimate-5x5) and C.2 (30 turns)"),
     Suite(
@@ -239,6 +262,12 @@ _SUITES = (
         f"{COMPLEMENTARY}, C.3 (6-Tasks) and C.2 (30 turns)",
     ),
     *_OFFICIAL,
+    _CROSSEP_EMB,
+    Suite(
+        "vault",
+        (SuiteTask("vault", "experiential/Vault-v0", {"worlds": 12}, turns=2),),
+        "docs/envs/vault.md: 12 worlds in which only memory helps, for bench stream --visits",
+    ),
 )
 SUITES = {suite.name: suite for suite in _SUITES}
 """The built-in suites by name."""
