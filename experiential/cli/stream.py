@@ -21,9 +21,18 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from experiential.cli.bench import FOLDER, actor_maker, find_function, model_of, title_of
+from experiential.cli.bench import (
+    FOLDER,
+    actor_maker,
+    file_name,
+    find_function,
+    model_of,
+    title_of,
+    within,
+)
 from experiential.cli.errors import complain
 from experiential.cli.options import Backend, BackendOption, BaseUrl, Embedder, KeyEnv
+from experiential.cli.progress import Progress
 from experiential.cli.rows import show_line
 from experiential.errors import ConfigError
 
@@ -95,7 +104,7 @@ def stream(
     slots: Annotated[int, Option(min=0, help="Streams at once; 0: 8 for llm, 1 for others.")] = 0,
     results: Annotated[
         Path | None,
-        Option(help=f"A JSON Lines file.  [default: {FOLDER}/stream-SUITE-AGENT-SEED.jsonl]"),
+        Option(help=f"A JSON Lines file.  [default: {FOLDER}/stream-SUITE-AGENT-MODEL-SEED.jsonl]"),
     ] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Play everything again.")] = False,
     dry_run: Annotated[
@@ -109,6 +118,17 @@ def stream(
     ] = None,
     base_url: BaseUrl = None,
     api_key_env: KeyEnv = None,
+    price: Annotated[
+        tuple[float, float] | None,
+        Option(
+            metavar="IN OUT",
+            help="Dollars for a million prompt tokens and a million response tokens.",
+        ),
+    ] = None,
+    max_cost: Annotated[
+        float | None,
+        Option(min=0, help="Dollars for the agent, those of earlier runs of this log included."),
+    ] = None,
     replies: Annotated[
         Path | None, Option(help="Replies of the scripted backend, one a line, over and over.")
     ] = None,
@@ -132,16 +152,15 @@ def stream(
     Every arm meets the same episodes in the same orders. The model that plays also distils for the
     arms with a bank; without --agent llm a fixed template does, and `template` is `bank`.
     """
-    from experiential.agents.actor import ActorAgent
     from experiential.agents.extractor import ExtractorAgent
     from experiential.bank.extractor import Extractor
     from experiential.bank.index.embed import CachedEmbedder, resolve_embedder
     from experiential.cli.preflight import check_model
     from experiential.evaluation.memories import TemplateExtractor, find_memory
-    from experiential.evaluation.play_log import PlayedEpisode, PlayLog
-    from experiential.evaluation.players import SEATS, Player
+    from experiential.evaluation.play_log import PlayLog
+    from experiential.evaluation.players import SEATS
     from experiential.evaluation.results import write_whole
-    from experiential.evaluation.stream import StreamPlan, Tools, finished, play_streams
+    from experiential.evaluation.stream import StreamPlan, Tools, finished, play_streams, stream_of
     from experiential.evaluation.stream_report import report
     from experiential.evaluation.suites import find_data, find_suite
     from experiential.llm.metered import Meter, Metered
@@ -182,16 +201,19 @@ def stream(
         line = f"{len(sizes)} streams, {total:,} episodes of at most {turns} steps"
         show_line(console, f"{line}: at most {total * turns:,} replies of the agent")
         return 0
-    file = results or FOLDER / f"stream-{chosen.name}-{agent.replace(':', '.')}-{seed}.jsonl"
+    known, settings = None, settings_of(chosen, facts, context.params)
+    if agent == "llm":
+        known = model_of(context.params)
+        check_model(known)
+        settings["model"] = known.name
+    file = results or FOLDER / f"stream-{file_name(chosen, agent, known, seed)}.jsonl"
     with ExitStack() as stack:
         llm, prompts = None, "full"
-        settings = settings_of(chosen, facts, context.params)
-        if agent == "llm":
-            model_settings = model_of(context.params)
-            check_model(model_settings)
-            settings["model"] = model_settings.name
-            llm = stack.enter_context(closing(open_model(model_settings)))
-            prompts = prompt_set_name(model_settings)
+        remedy = "use --overwrite or another --results"
+        log = stack.enter_context(PlayLog(file, settings, overwrite=overwrite, remedy=remedy))
+        if known is not None:
+            llm = stack.enter_context(closing(open_model(within(known, max_cost, log.cost))))
+            prompts = prompt_set_name(known)
 
         def extractor(meter: Meter) -> Extractor:
             if llm is None:
@@ -200,29 +222,18 @@ def stream(
 
         function = None if agent in ("llm", *SEATS) else find_function(agent)
 
-        def make_actor(meter: Meter) -> ActorAgent | Player:
-            metered = None if llm is None else Metered(llm, meter)
-            return actor_maker(context.params, metered, prompts, function)()
-
         tools = Tools(
-            make_actor=make_actor,
+            make_actor=actor_maker(context.params, llm, prompts, function),
             make_extractor=extractor,
             memories=memories,
             embedder=CachedEmbedder(resolve_embedder(embedder)),
             k=k,
         )
-        log = PlayLog(file, settings, overwrite=overwrite, remedy="use another --results")
-        stack.enter_context(log)
-        successes = [one.success for one in log.episodes.values()]
-
-        def ended(episode: PlayedEpisode) -> None:
-            successes.append(episode.success)
-            if len(successes) % max(total // 20, 1) == 0:
-                rate = 100 * sum(successes) / len(successes)
-                sys.stderr.write(f"{len(successes):,} of {total:,} episodes, {rate:.0f} % solved\n")
-
+        wanted = {key for _, key in sizes}
+        before = sum(stream_of(one) in wanted for one in log.episodes.values())
         try:
-            asyncio.run(play_streams(plan, tools, log, ended))
+            with Progress(total, before) as progress:
+                asyncio.run(play_streams(plan, tools, log, progress.note))
         except KeyboardInterrupt:
             return complain("interrupted; the same command goes on", 130)
         found = report(finished(plan, log.episodes.values()))

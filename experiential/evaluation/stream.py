@@ -27,9 +27,9 @@ from experiential.bank.manager_like import NoBank
 from experiential.config import EnvSettings
 from experiential.errors import BackendError
 from experiential.evaluation.memories import FROZEN, NONE, MakeMemory, Memory, Setup
-from experiential.evaluation.play_log import PlayedEpisode, PlayedTurn, PlayLog, Retrieved, read_log
-from experiential.evaluation.players import Notes, Player, Seat, Watched
-from experiential.evaluation.suite_play import Plan
+from experiential.evaluation.play_log import PlayedEpisode, PlayLog, Retrieved, read_log
+from experiential.evaluation.players import Notes, Recorded, Seat, Watched
+from experiential.evaluation.suite_play import MakeActor, Plan
 from experiential.evaluation.suites import SuiteTask
 from experiential.llm.metered import Meter
 from experiential.rollout import Job, Rollout, make_env, world_count
@@ -117,8 +117,7 @@ class StreamPlan:
 class Tools:
     """Hold what streams are played with."""
 
-    make_actor: Callable[[Meter], ActorAgent | Player]
-    """Builds the agent of a slot; the meter counts its tokens."""
+    make_actor: MakeActor
     make_extractor: Callable[[Meter], Extractor]
     """Builds what distils in an arm with a bank; the meter counts its tokens."""
     memories: dict[str, MakeMemory]
@@ -196,7 +195,7 @@ async def play_stream(
     steps = plan.steps(key)
     if len(done) >= len(steps):
         return
-    actor, learning, notes = Meter(), Meter(), dict[int | None, Notes]()
+    learning, notes = Meter(), dict[int | None, Notes]()
     with TemporaryDirectory(prefix="experiential-stream-") as scratch, ExitStack() as stack:
         extractor = tools.make_extractor(learning)
         setup = Setup(plan.seed + key.order, tools.k, Path(scratch), tools.embedder, extractor)
@@ -206,13 +205,13 @@ async def play_stream(
         recall, left = Recall(memory), enumerate(steps[len(done) :], len(done))
         for task, stage in groupby(left, lambda numbered: numbered[1].task):
             # closed at the end of its task: the environments of the next one may be large
-            with closing(opened(plan, task, tools, actor, notes)) as rollout:
+            with closing(opened(plan, task, tools, notes)) as rollout:
                 rollout.critic = recall
                 for position, step in stage:
-                    before = actor.spent(), learning.spent()
+                    before = learning.spent()
                     trajectory = await play_episode(rollout, step.job)
                     world, _, visit = step.job.task.group.partition(".")
-                    spent, failed = actor.spent() - before[0], trajectory.error is not None
+                    noted, failed = notes.pop(step.job.task.seed), trajectory.error is not None
                     note = {"words": trajectory.task, "instance": trajectory.instance}
                     episode = PlayedEpisode(
                         task=task.name,
@@ -225,26 +224,21 @@ async def play_stream(
                         success=bool(trajectory.success),
                         reward=task.failure if failed else trajectory.reward,
                         turns=len(trajectory.turns),
-                        prompt_tokens=spent.prompt_tokens,
-                        response_tokens=spent.generated_tokens,
-                        seconds=notes.pop(step.job.task.seed, Notes()).seconds,
+                        prompt_tokens=noted.spent.prompt_tokens,
+                        response_tokens=noted.spent.generated_tokens,
+                        seconds=noted.seconds,
                         shown=int(bool(recall.advice)),
                         error=trajectory.error,
-                        spent=spent,
-                        transcript=tuple(
-                            PlayedTurn(
-                                observation=turn.observation, action=turn.action, reward=turn.reward
-                            )
-                            for turn in trajectory.turns
-                        ),
-                        end=trajectory.turns[-1].feedback if trajectory.turns else "",
+                        spent=noted.spent,
+                        transcript=tuple(noted.turns),
+                        end=noted.end,
                         retrieved=recall.shown(),
                         note=note,
                     )
                     learned, kept = step.learns and not failed, None
                     if learned:
                         kept = await asyncio.to_thread(memory.learn, trajectory_of(episode))
-                    took = (learning.spent() - before[1]).model_dump(exclude_defaults=True)
+                    took = (learning.spent() - before).model_dump(exclude_defaults=True)
                     note |= {"learned": learned, "kept": kept, "memory": took}
                     keep(episode.model_copy(update={"note": note}))
 
@@ -305,7 +299,6 @@ def opened(
     plan: StreamPlan,
     task: SuiteTask,
     tools: Tools,
-    meter: Meter,
     notes: dict[int | None, Notes],
 ) -> Rollout:
     """Return what plays the episodes of a task one by one."""
@@ -316,7 +309,7 @@ def opened(
         settings,
         settings.eval,
         NoBank(),
-        lambda: cast("ActorAgent", tools.make_actor(meter)),
+        lambda: cast("ActorAgent", Recorded(tools.make_actor(), notes)),
         slots=1,
         make_env=lambda env, given: Watched(make_env(env, given), notes, plan.seat),
     )
