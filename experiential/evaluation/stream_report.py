@@ -91,7 +91,8 @@ def report(episodes: Iterable[PlayedEpisode]) -> dict[str, list[dict[str, Any]]]
         ``rows``, the finished cells, each with an interval for every measure; ``forward_transfer``
         (None without the arm ``none``), ``by_order`` (success in each order, with ``spread`` =
         highest - lowest) and ``curve`` (mean success up to each position, over the orders);
-        ``overall``, the means over tasks and over transfers, each counted alike.
+        ``overall``, the means over tasks and over transfers, each counted alike; without forward
+        transfer where it is the same in all worlds.
     """
     cells: dict[tuple[str, str, str], list[PlayedEpisode]] = {}
     for one in episodes:
@@ -132,6 +133,12 @@ def report(episodes: Iterable[PlayedEpisode]) -> dict[str, list[dict[str, Any]]]
         for name in (*COLUMNS, "forward_transfer"):
             known = [one[name] for one in found if one[name].size]
             row[name] = over_tasks(known).model_dump() if len(known) == len(found) else None
+            values = np.concatenate([*known, np.empty(0)])
+            if values.size and np.ptp(values) == 0:  # a bootstrap has nothing to draw
+                if name == "success" and values[0] in (0.0, 1.0):
+                    row[name] = wilson(int(values.sum()), values.size).model_dump()
+                elif name == "forward_transfer":
+                    row[name] = None
         overall.append(row)
     return {"rows": rows, "overall": overall}
 
