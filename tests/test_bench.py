@@ -141,7 +141,7 @@ def test_a_server_that_goes_down_stops_the_run_and_costs_nothing_once_it_is_back
     found = logged(tmp_path)
     good = {one.key for one in found if not one.error}
     failed = [one for one in found if one.error and not one.stopped]
-    assert 0 < len(good) < 20 and len(failed) == 3
+    assert 0 < len(good) < 20 and len(failed) in (3, 4)  # one per slot may end meanwhile
     assert all(one.again and "503" in (one.error or "") for one in failed)
     report = json.loads((tmp_path / "r.json").read_text())["report"]
     assert report["tasks"][0]["failed"] == report["tasks"][0]["again"] == len(failed)

@@ -61,7 +61,7 @@ def cell(
     }
     keys = {"settings": f"{recipe}-{seed}", "family": recipe, "run": f"{recipe}-{seed}"}
     return Cell(
-        **(facts | keys | {"arm": arm, "seed": seed, "outcomes": outcomes, "recipe": recipe} | told)
+        **(facts | keys | {"arm": arm, "seed": seed, "outcomes": outcomes, "recipe": recipe} | told)  # pyright: ignore
     )
 
 
@@ -121,11 +121,9 @@ class TestFigures:
             ]
         )
         (difference,) = card.recipes[0].differences
-        assert (difference.interval.low, difference.interval.high, difference.seeds) == (
-            0.0,
-            0.0,
-            2,
-        )
+        assert (difference.interval.mean, difference.seeds) == (0.0, 2)
+        # one world, on which all agree: z²/(1 + z²)
+        assert round(difference.interval.high, 4) == 0.7935 == -round(difference.interval.low, 4)
 
     def test_recipes_are_compared_each_as_it_is_used(self) -> None:
         grpo = [cell("off", seed, ("01", "00"), "grpo") for seed in (0, 1)]
@@ -300,12 +298,12 @@ class TestReport:
             and "<b>" not in page
             and "grpo&lt;b&gt;" in page
         )
-        assert "+100 [+100, +100]" in page and "on – placebo" in page
+        assert "+100 [+7, +100]" in page and "on – placebo" in page
 
     def test_without_matplotlib_the_line_that_installs_it_is_named(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(picture, "find_spec", lambda name: None)
+        monkeypatch.setattr(picture, "find_spec", lambda name: None)  # pyright: ignore
         with pytest.raises(MissingExtraError, match="bench"):
             draw_card(make_card([cell()]), {}, tmp_path / "report.png")
         assert (

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from experiential.evaluation.intervals import clustered_mean, paired_difference, unpaired_difference
+from experiential.evaluation.intervals import (
+    GAIN,
+    RATE,
+    clustered_mean,
+    newcombe,
+    over_tasks,
+    paired_difference,
+    unpaired_difference,
+)
 
 TABLES = arrays(
     np.float64,
@@ -99,3 +107,50 @@ def test_what_is_no_table_is_refused(values: np.ndarray) -> None:
         clustered_mean(values)
     with pytest.raises(ValueError, match="Expected two tables"):
         unpaired_difference(values, np.zeros((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("table", "low", "high"),
+    [
+        # Newcombe (1998), Statistics in Medicine 17, 873-890, table II, method 10, of samples that
+        # are not paired: the same formula where phi is 0, by a margin of 0 or the correction.
+        ((0, 10, 0, 0), 0.6075, 1.0),  # 10/10 - 0/10
+        ((3, 6, 0, 1), 0.1705, 0.8090),  # 9/10 - 3/10; ad - bc = 3 < n/2
+        # By hand: n = 8, u = z²/(8 + z²) = 3.84146/11.84146
+        ((0, 0, 0, 8), -0.3244, 0.3244),
+        ((8, 0, 0, 0), -0.3244, 0.3244),
+    ],
+)
+def test_newcombes_published_intervals(
+    table: tuple[int, int, int, int], low: float, high: float
+) -> None:
+    found = newcombe(*table)
+    assert (round(found.low, 4), round(found.high, 4)) == (low, high)
+
+
+def test_correlation_widens_or_narrows_a_paired_interval_as_by_hand() -> None:
+    """p1 = 8/10 [0.4902, 0.9433], p2 = 4/10 [0.1682, 0.6873] with (both, first, second, neither).
+
+    (2, 6, 2, 0): ad - bc = -12, phi = -12/sqrt(8*2*4*6) = -0.6124, so the lower distance is
+    sqrt(0.3098² + 2*0.6124*0.3098*0.2873 + 0.2873²) = 0.5363.
+    """
+    found = newcombe(2, 6, 2, 0)
+    assert (round(found.mean, 4), round(found.low, 4)) == (0.4, -0.1363)
+    independent, together = newcombe(3, 5, 1, 1), newcombe(4, 4, 0, 2)
+    assert found.low < independent.low < together.low
+
+
+def test_worlds_that_agree_have_an_interval_of_as_many_episodes() -> None:
+    none = np.zeros(8)
+    for found in (
+        paired_difference(none, none),
+        clustered_mean(np.zeros((3, 8)), bounds=GAIN),
+        unpaired_difference(np.zeros((2, 8)), np.zeros((3, 8))),
+    ):
+        assert (found.mean, round(found.low, 4), round(found.high, 4)) == (0.0, -0.3244, 0.3244)
+    rate = clustered_mean(np.ones((2, 8)), bounds=RATE)
+    assert (rate.mean, round(rate.low, 4), rate.high) == (1.0, 0.6756, 1.0)
+    both = over_tasks([none, none], GAIN)  # two tasks: 0.3244/sqrt(2)
+    assert (round(both.low, 4), round(both.high, 4)) == (-0.2294, 0.2294)
+    half = paired_difference(np.full(8, 0.5), none)  # 0.3244 * sqrt(2) on both sides
+    assert (half.mean, round(half.low, 4), round(half.high, 4)) == (0.5, 0.0412, 0.9588)

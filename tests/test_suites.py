@@ -435,11 +435,8 @@ def test_both_arms_and_their_paired_difference_are_told(
         ("frozenlake", "frozen"),
     ]
     (difference,) = found["report"]["differences"]
-    assert difference["arms"] == ["frozen", "off"] and difference["success"] == {
-        "mean": 0.0,
-        "low": 0.0,
-        "high": 0.0,
-    }
+    assert difference["arms"] == ["frozen", "off"]
+    assert difference["success"]["mean"] == 0.0 > difference["success"]["low"] > -0.5
     assert "frozen − off" in capsys.readouterr().out
 
 
@@ -608,7 +605,7 @@ def test_the_report_counts_tasks_alike_and_pairs_worlds() -> None:
         found["differences"][0]["success"]["low"],
         found["differences"][0]["success"]["high"],
     )
-    assert 0.0 <= low <= 0.5 <= high <= 1.0 and found["overall"][0]["episodes"] == 6
+    assert -0.25 <= low <= 0.5 <= high <= 1.0 and found["overall"][0]["episodes"] == 6
 
 
 def test_visits_to_a_world_are_one_cluster() -> None:

@@ -13,7 +13,15 @@ import numpy as np
 
 from experiential.config import Arm
 from experiential.evaluation.cell import Cell, package_version
-from experiential.evaluation.intervals import Interval, clustered_mean, unpaired_difference, wilson
+from experiential.evaluation.intervals import (
+    GAIN,
+    RATE,
+    Interval,
+    clustered_mean,
+    paired_difference,
+    unpaired_difference,
+    wilson,
+)
 from experiential.llm.metered import Spent
 from experiential.types import Record
 
@@ -244,7 +252,7 @@ def arm_report(arm: Arm, cells: Sequence[Cell]) -> ArmReport:
     return ArmReport(
         arm=arm,
         visits=tuple(visits),
-        later=clustered_mean(_later(cells)),
+        later=clustered_mean(_later(cells), bounds=RATE),
         episodes=episodes,
         successes=successes,
         errors=sum(cell.errors for cell in cells),
@@ -271,8 +279,11 @@ def recipe_difference(first: Sequence[Cell], second: Sequence[Cell]) -> dict[str
     a, b = ({cell.seed: cell for cell in cells} for cells in (first, second))
     both = [seed for seed in a if seed in b and a[seed].table().shape == b[seed].table().shape]
     if both:
-        gains = _later([a[seed] for seed in both]) - _later([b[seed] for seed in both])
-        return {"interval": clustered_mean(gains), "seeds": len(both), "worlds": gains.shape[1]}
+        one, other = _later([a[seed] for seed in both]), _later([b[seed] for seed in both])
+        interval = clustered_mean(one - other, bounds=GAIN)
+        if len(both) == 1:
+            interval = paired_difference(one[0], other[0])
+        return {"interval": interval, "seeds": len(both), "worlds": one.shape[1]}
     one, other = _later(first), _later(second)
     if one.shape[1] != other.shape[1]:
         return None

@@ -10,7 +10,14 @@ import numpy as np
 from pydantic import Field
 
 from experiential.config import Arm
-from experiential.evaluation.intervals import clustered_mean, over_tasks, paired_difference, wilson
+from experiential.evaluation.intervals import (
+    GAIN,
+    RATE,
+    clustered_mean,
+    over_tasks,
+    paired_difference,
+    wilson,
+)
 from experiential.evaluation.play_log import PlayedEpisode
 from experiential.llm.metered import Spent
 from experiential.rollout import shortened
@@ -100,7 +107,8 @@ def report(cells: Sequence[SuiteCell], played: Sequence[Mapping[str, Any]] = ())
             **facts.get(cell.task, {}),
         }
         for name, values in worlds[cell.task, cell.arm].items():
-            row[name] = clustered_mean(values[None]).model_dump()
+            bounds = RATE if name == "success" else None
+            row[name] = clustered_mean(values[None], bounds=bounds).model_dump()
         if all(one.visit == 0 for one in cell.episodes):  # with one visit a world: independent
             successes = sum(one.success for one in cell.episodes)
             row["success"] = wilson(successes, len(cell.episodes)).model_dump()
@@ -114,7 +122,8 @@ def report(cells: Sequence[SuiteCell], played: Sequence[Mapping[str, Any]] = ())
             row |= {key: sum(one[key] for one in rows) for key in ("episodes", "worlds", "failed")}
             for name in MEASURES:
                 tables = [worlds[one["task"], arm][name] for one in rows]
-                row[name] = over_tasks(tables).model_dump()
+                bounds = RATE if name == "success" else None
+                row[name] = over_tasks(tables, bounds).model_dump()
             overall.append(row)
 
     differences: list[dict[str, Any]] = []
@@ -131,11 +140,16 @@ def report(cells: Sequence[SuiteCell], played: Sequence[Mapping[str, Any]] = ())
             row = {"task": task, "arms": [arm, other], **facts.get(task, {})}
             for name in MEASURES:
                 first, second = by_world(one, name, both), by_world(two, name, both)
-                row[name] = paired_difference(first, second).model_dump()
+                interval = clustered_mean((first - second)[None])
+                if name == "success":
+                    interval = paired_difference(first, second)
+                row[name] = interval.model_dump()
                 gains[name].append(first - second)
             differences.append(row)
         if len(gains["success"]) > 1:
             row = {"task": OVERALL, "arms": [arm, other]}
-            row |= {name: over_tasks(tables).model_dump() for name, tables in gains.items()}
+            for name, tables in gains.items():
+                bounds = GAIN if name == "success" else None
+                row[name] = over_tasks(tables, bounds).model_dump()
             differences.append(row)
     return {"tasks": tasks, "overall": overall, "differences": differences}
