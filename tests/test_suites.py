@@ -104,6 +104,8 @@ def test_the_suites_are_those_of_the_issue_and_name_only_registered_environments
         "alfworld-unseen",
         "alfworld-seen",
         "alfworld-valid-train",
+        "frozenlake-published",
+        "sokoban-published",
         "webshop-test",
         "hotpotqa-validation",
         "crossep-emb",

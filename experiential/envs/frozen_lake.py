@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from gymnasium.envs.toy_text.frozen_lake import MAPS
+from pydantic import BaseModel, Field
 
 from experiential.envs.arguments import distinct, ordered, with_preset
 from experiential.envs.grid import (
@@ -21,6 +22,7 @@ from experiential.envs.grid import (
     Wording,
     rows_of,
 )
+from experiential.envs.published import read_layouts
 from experiential.envs.shortest_path import shortest_path
 from experiential.envs.split import Split, split_of
 from experiential.envs.text_env import Info
@@ -129,6 +131,49 @@ def _held_out(rules: LakeRules) -> Distinct[Lake]:
     return Distinct(lambda index, attempt: draw_lake(rules, "eval", index, attempt))
 
 
+class _Row(BaseModel):
+    """Check a row of ERL's data set: a layout follows from it."""
+
+    seed: int = Field(ge=0)
+    size: int = Field(ge=2, le=32)
+    p: float = Field(gt=0, le=1)
+    """Share of frozen tiles."""
+
+
+def published_lake(seed: int, size: int, p: float, budget: int) -> Lake:
+    """Draw the layout that ERL's generator draws, random number by random number.
+
+    Its test of a way to the goal searches depth first and visits a cell once, by whatever way it
+    came there, up to ``budget`` moves and one more. So it refuses some layouts that can be solved,
+    and keeps a few (1.4 %) whose shortest way is a move too long.
+    """
+    rng = np.random.default_rng(seed)
+    while True:
+        holes = rng.choice(["F", "H"], (size, size), p=[p, 1 - p]) == "H"
+        start = goal = (0, 0)
+        while start == goal:
+            start, goal = ((int(rng.integers(size)), int(rng.integers(size))) for _ in range(2))
+        cells: list[list[int]] = np.argwhere(holes).tolist()
+        lake = Lake(size, start, goal, frozenset((r, c) for r, c in cells) - {start, goal})
+        stack, seen = [(start, 0)], set[Cell]()
+        while stack:
+            cell, moves = stack.pop()
+            if moves > budget or cell in seen:
+                continue
+            seen.add(cell)
+            for name in ("Down", "Right", "Up", "Left"):
+                after = (cell[0] + MOVES[name][0], cell[1] + MOVES[name][1])
+                if after == goal:
+                    return lake
+                if lake.inside(after) and after not in lake.holes:
+                    stack.append((after, moves + 1))
+
+
+@lru_cache(maxsize=16_384)
+def _published(row: tuple[int, int, float], budget: int) -> Lake:
+    return published_lake(*row, budget)
+
+
 class FrozenLakeEnv(GridEnv):
     """Reach the goal of a text grid without entering a hole; symbols are not explained.
 
@@ -162,6 +207,7 @@ class FrozenLakeEnv(GridEnv):
         self,
         split: Split = "train",
         *,
+        data: str | None = None,
         sizes: tuple[int, int] | None = None,
         frozen: tuple[float, float] | None = None,
         budget: int | None = None,
@@ -175,7 +221,14 @@ class FrozenLakeEnv(GridEnv):
         shares = None if frozen is None else tuple(frozen)
         given: dict[str, Any] = dict(sizes=sides, frozen=shares, budget=budget, symbols=symbols)
         self.rules = rules = LakeRules(**with_preset(preset or "erl", self.presets, {}, **given))
-        count = 1 if rules.rows else layouts
+        self._rows: list[tuple[int, int, float]] = []
+        if data is not None:
+            if rules.rows:
+                raise ConfigError(f"Expected no data with the fixed map {preset}, got {data!r}")
+            rows = read_layouts(data, split, _Row)
+            self._rows = [(row.seed, row.size, row.p) for row in rows][:layouts]
+            self.name = "frozenlake-published"
+        count = 1 if rules.rows else len(self._rows) or layouts
         super().__init__(split, count, rules.budget, rules.symbols[:4], feedback, render_mode)
 
     def plan(self) -> list[str] | None:
@@ -183,6 +236,8 @@ class FrozenLakeEnv(GridEnv):
         return None if self.agent in self.lake.holes else self.lake.path(self.agent)
 
     def _layout(self, world: int) -> Lake:
+        if self._rows:
+            return _published(self._rows[world], self.budget)
         if self.split == "eval" and not self.rules.rows:
             return _held_out(self.rules)[world]
         return draw_lake(self.rules, self.split, world)

@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel, field_validator
 
 from experiential.envs.arguments import distinct, ordered, with_preset
 from experiential.envs.grid import (
@@ -20,6 +21,7 @@ from experiential.envs.grid import (
     Wording,
     rows_of,
 )
+from experiential.envs.published import read_layouts
 from experiential.envs.shortest_path import shortest_path
 from experiential.envs.split import Split, split_of
 from experiential.envs.text_env import Info
@@ -89,6 +91,38 @@ class Room:
                     yield name, after
 
         return shortest_path(state, neighbours, lambda reached: reached[1] == self.goals, limit)
+
+
+class _Row(BaseModel):
+    """Check a row of ERL's data set."""
+
+    layout: list[str]
+    """Rows of a square in the letters ``# . $ @`` and blank."""
+
+    @field_validator("layout")
+    @classmethod
+    def _whole(cls, rows: list[str]) -> list[str]:
+        text = "".join(rows)
+        square = 3 <= len(rows) <= 32 and all(len(row) == len(rows) for row in rows)
+        boxes = text.count("$")
+        known = set(text) <= set("#.$@ ") and text.count("@") == 1
+        if not (square and known and boxes and boxes == text.count(".")):
+            raise ValueError("Input should be a square of # . $ @ and blank, with as many $ as .")
+        edge = rows[0] + rows[-1] + "".join(row[0] + row[-1] for row in rows)
+        if set(edge) != {"#"}:
+            raise ValueError("Input should have walls all around")
+        return rows
+
+    def room(self) -> Room:
+        """Return the layout as a room."""
+        cells = {
+            (r, c): letter for r, row in enumerate(self.layout) for c, letter in enumerate(row)
+        }
+        walls, goals, boxes = (
+            frozenset(cell for cell, found in cells.items() if found == letter) for letter in "#.$"
+        )
+        start = next(cell for cell, found in cells.items() if found == "@")
+        return Room(len(self.layout), walls, goals, boxes, start)
 
 
 @dataclass(frozen=True)
@@ -209,6 +243,7 @@ class SokobanEnv(GridEnv):
         self,
         split: Split = "train",
         *,
+        data: str | None = None,
         sizes: tuple[int, int] | None = None,
         boxes: int | None = None,
         walls: float | None = None,
@@ -225,7 +260,12 @@ class SokobanEnv(GridEnv):
             "max_solution": max_solution, "budget": budget, "symbols": symbols,
         }  # fmt: skip
         self.rules = rules = RoomRules(**with_preset(preset or "erl", self.presets, {}, **given))
-        super().__init__(split, layouts, rules.budget, rules.symbols, feedback, render_mode)
+        self._rooms: list[Room] = []
+        if data is not None:
+            self._rooms = [row.room() for row in read_layouts(data, split, _Row)][:layouts]
+            self.name = "sokoban-published"
+        count = len(self._rooms) or layouts
+        super().__init__(split, count, rules.budget, rules.symbols, feedback, render_mode)
 
     @property
     def deadlock(self) -> bool:
@@ -240,6 +280,8 @@ class SokobanEnv(GridEnv):
         return None if self.deadlock else self.room.solve(self.state)
 
     def _layout(self, world: int) -> Room:
+        if self._rooms:
+            return self._rooms[world]
         held_out = self.split == "eval"
         return _held_out(self.rules)[world] if held_out else draw_room(self.rules, "train", world)
 

@@ -29,6 +29,7 @@ DATA_PLACES = {
     "WEBSHOP_DATA": "webshop",
     "HOTPOTQA_DATA": "hotpotqa/*.json",
     "SWE_TASKS": "swe/*.jsonl",
+    "ERL_DATA": "erl",
 }
 """Variable of an environment to its place below that folder; of a pattern the first file counts."""
 
@@ -187,6 +188,22 @@ _OFFICIAL = (
             " 1 and 0",
         )
         for name, count in (("unseen", 134), ("seen", 140), ("valid-train", 200))
+    ),
+    *(
+        Suite(
+            f"{name.lower()}-published",
+            (
+                SuiteTask(
+                    f"{name.lower()}-published",
+                    f"experiential/{name}-v0",
+                    {"preset": "erl", "data": f"$ERL_DATA/{name.lower()}"},
+                    turns=8,
+                    worlds=100,
+                ),
+            ),
+            f"{ERL}, the 100 test layouts of its published data set, {name.lower()}/test.parquet",
+        )
+        for name in ("FrozenLake", "Sokoban")
     ),
     Suite(
         "webshop-test",
