@@ -117,6 +117,7 @@ ROWS = {
             )
             for preset in _LEVELS
         ),
+        Row("babyai", "experiential/BabyAI-v0"),
         Row("alfworld-made", kwargs={"data": "made", **_PATIENT}, all=None, **_ALFWORLD),
         Row(
             "alfworld-valid-seen",
@@ -137,6 +138,15 @@ ROWS = {
             {"choices": True, "split": "all"},
             real=True,
             all=None,
+        ),
+        Row(
+            "bfcl",
+            "experiential/BFCL-v0",
+            {"split": "all"},
+            real=True,
+            all=None,
+            memory=100,
+            actions=("[pwd()]", "[ls(a=True)]", "Done."),
         ),
         Row("swe-bundled", kwargs={"split": "all", "turns": 6}, **_SWE),
         Row("swe-tasks", kwargs={"split": "all", "turns": 6}, real=True, **_SWE),

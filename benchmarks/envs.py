@@ -43,6 +43,8 @@ _PACKAGES = (
     "gymnasium",
     "numpy",
     "minihack",
+    "minigrid",
+    "bfcl-eval",
     "nle",
     "alfworld",
     "textworld",
