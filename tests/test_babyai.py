@@ -144,6 +144,14 @@ def test_the_oracle_can_be_asked_in_the_middle_and_after_pickling() -> None:
     assert step[4]["success"]
 
 
+def test_the_digest_knows_levels_splits_and_limits_apart() -> None:
+    given: list[dict[str, Any]] = [
+        {}, {"split": "eval", "worlds": 10_000}, {"env_id": "BabyAI-GoTo-v0"}, {"max_steps": 9},
+    ]  # fmt: skip
+    digests = [BabyAIEnv(**one).digest() for one in given]
+    assert len(set(digests)) == 4 and digests[0] == BabyAIEnv().digest()
+
+
 def test_an_unknown_id_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'BabyAI-GoToLocal-v0'"):
         BabyAIEnv(env_id="BabyAI-GotoLocal-v0")

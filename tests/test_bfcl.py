@@ -190,6 +190,27 @@ def test_only_public_functions_can_be_called(name: str) -> None:
 
 
 @needs_bfcl
+@pytest.mark.parametrize(
+    "call", ["add(a=0x{}, b=1)", "multiply(a=0x{}, b=2)", "display_log(messages=[0x{}])"]
+)
+def test_a_number_too_long_to_be_written_is_a_failed_call(call: str) -> None:
+    env = BFCLEnv("all")
+    name = call.partition("(")[0]
+    apis = {"display_log": "VehicleControlAPI"}
+    world = next(n for n, one in enumerate(env.dialogues) if apis.get(name, "MathAPI") in one.apis)
+    env.reset(options={"world": world})
+    shown, *_, info = env.step(call.format("f" * 6000))
+    assert shown.startswith("Error during execution: Exceeds the limit") and info["invalid"]
+    assert not env.step("Ok.")[4]["success"]
+
+
+@needs_bfcl
+def test_the_digest_is_of_the_dialogues() -> None:
+    base, long, again = (BFCLEnv("all", category=one) for one in ("base", "long_context", "base"))
+    assert base.digest() == again.digest() != long.digest()
+
+
+@needs_bfcl
 def test_too_many_replies_with_calls_in_one_turn_truncate() -> None:
     env = BFCLEnv("all", api="gorilla_fs", steps=2)
     steps = [play(env, 0, *["[pwd()]"] * count) for count in (2, 3)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any, cast
 
 import gymnasium as gym
@@ -90,6 +92,11 @@ class BabyAIEnv(TextEnv):
     def task(self) -> str:
         """Return the mission."""
         return self._game.mission
+
+    def _contents(self) -> Iterable[str]:
+        """Yield the level, the seeds and the version that make the games from them."""
+        yield f"{self.env_id} {self.split} {self._count} {self.max_steps}"
+        yield f"minigrid {version('minigrid')}"
 
     def _begin(self, world: int) -> tuple[str, Info]:
         self.world = world

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Iterable
 from contextlib import suppress
 from copy import deepcopy
 from typing import Any, Literal, cast
@@ -102,6 +103,10 @@ class BFCLEnv(TextEnv):
             listed = f"Functions:\n{rows}\n\n"
         request = f"{listed}{_LEGAL}\n\nUser: {escape(self.task)}"
         return request, self._info("") | {"tools": [_tool(row) for row in described]}
+
+    def _contents(self) -> Iterable[str]:
+        """Yield the dialogues with the calls that answer them."""
+        yield from (one.model_dump_json() for one in self.dialogues)
 
     def _turn(self, action: str) -> Step:
         calls = read_calls(action)
@@ -207,12 +212,11 @@ class _Apis:
                     raise NameError(f"name {call.name!r} is not defined")
                 if call.fault:
                     raise TypeError(f"{call.name}: {call.fault}")
-                result = self._functions[call.name](*call.positional, **call.named)
+                result = _written(self._functions[call.name](*call.positional, **call.named))
             except Exception as error:  # whatever a simulated function raises is its answer
-                faults.append(f"Error during execution: {error}")
-                results.append(faults[-1])
-                continue
-            results.append(_written(result))
+                result = f"Error during execution: {error}"
+                faults.append(result)
+            results.append(result)
         return results, faults
 
 
