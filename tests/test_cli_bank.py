@@ -284,6 +284,8 @@ def test_merge_without_a_model_merges_near_duplicates_and_says_so(folder: Path, 
 
 def test_merge_with_a_model_runs_one_pass(folder: Path, run: Run) -> None:
     """The bundled tiny model merges a copy in a dry run, and the bank itself without."""
+    with xp.ExperienceBank(folder) as bank:
+        bank.submit(xp.Trajectory(task="castle"))
     before = digests(folder)
     planned = told(run, "merge", folder, "--model", "tiny", "--dry-run")
     assert digests(folder) == before
@@ -292,6 +294,8 @@ def test_merge_with_a_model_runs_one_pass(folder: Path, run: Run) -> None:
         (row["what"], row["new"]) for row in planned
     ]
     assert "merge" in {row["cause"] for row in told(run, "history", folder)}
+    with xp.ExperienceBank(folder, read_only=True) as bank:
+        assert bank.queue.counts()["queued"] == 1, "it merges, and distils nothing"
 
 
 def test_merge_with_an_unknown_model_is_a_user_error(folder: Path, run: Run) -> None:

@@ -519,7 +519,8 @@ def merge(
             bank = stack.enter_context(bank.fork(scratch))
         head, spent = bank.head, None
         extractor = stack.enter_context(opened_extractor(settings, seed=0))
-        with ExperienceManager(bank, extractor) as manager:
+        with ExperienceManager(bank) as manager:
+            manager.extractor = extractor  # given now, it leaves the queue to `experiential distil`
             try:
                 manager.merge()
             except BudgetError as error:
