@@ -242,3 +242,12 @@ def test_no_override_escapes_as_another_error(key: str, value: str) -> None:
 def test_the_configuration_page_is_up_to_date() -> None:
     page = Path(__file__).parent.parent / "docs" / "configuration.md"
     assert page.read_text(encoding="utf-8") == configuration_page(), "run: make docs"
+
+
+@pytest.mark.parametrize("role", ["actor", "extractor"])
+def test_vllm_in_process_refuses_to_sample_a_part_of_what_is_trained(role: str) -> None:
+    settings = {"model": {"generator": "vllm"}, role: {"options": {"top_p": 0.9}}}
+    with pytest.raises(ValueError, match=rf"{role}\.options\.top_p to be 1 .* got 0\.9"):
+        Experiment.model_validate(settings)
+    settings[role]["train"] = False
+    Experiment.model_validate(settings)
