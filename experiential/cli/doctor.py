@@ -28,6 +28,7 @@ EXTRAS = {
     "alfworld": "alfworld",
     "webshop": "thefuzz",
     "bench": "matplotlib tensorboard",
+    "inspect": "inspect-ai",
 }
 """Distributions by extra; those of `openrlhf` are looked at by `examine_cluster`."""
 PORTS = {6379: "Ray's head node", 8265: "Ray's dashboard"}

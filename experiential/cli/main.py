@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
-from experiential.cli import bank, bench, distil, envs, evaluate, mcp, serve, stream
+from experiential.cli import bank, bench, bench_export, distil, envs, evaluate, mcp, serve, stream
 from experiential.cli.errors import new_app, run_app
 from experiential.cli.options import AsJson, Version
 from experiential.cli.rows import show_rows
@@ -37,6 +37,7 @@ hold those of one part, in tables of their own below.
 app = new_app("Look at banks, runs, environments and the installation of experiential.")
 app.add_typer(bank.app, name="bank")
 bench.app.command("stream")(stream.stream)
+bench.app.command("export")(bench_export.export)
 app.add_typer(bench.app, name="bench")
 app.add_typer(envs.app, name="envs")
 app.command("eval")(evaluate.evaluate)

@@ -134,6 +134,20 @@ def read_log(path: Path) -> Iterator[PlayedEpisode | BankChange]:
             yield _parsed(line, path, number)
 
 
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the settings in the first line of a log.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no log.
+    """
+    for _, line in _whole_lines(path):
+        if line.startswith(_HEAD):
+            with suppress(ValueError):
+                return json.loads(line)["settings"]
+        break
+    raise ConfigError(f"Expected {ABOUT} in {path}, got another file")
+
+
 class PlayLog:
     """Append episodes to a log, and know which of them are finished.
 
