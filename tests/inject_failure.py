@@ -72,14 +72,14 @@ def inject(kind: str, moment: int) -> None:
         VaultEnv.step = env_step
         return
     if kind == "callback":  # of the event loop, which only logs what it raises
-        plain_resolve: Any = sync._resolve  # pyright: ignore[reportPrivateUsage]
+        plain_resolve: Any = sync._resolve
 
         def resolve(*arguments: Any) -> None:
             if late():
                 fail("disk")
             plain_resolve(*arguments)
 
-        sync._resolve = resolve  # pyright: ignore[reportPrivateUsage]
+        sync._resolve = resolve
         return
     if kind == "gpu-memory":
         plain_loss: Any = LocalRuntime._loss  # pyright: ignore[reportPrivateUsage]

@@ -2,7 +2,6 @@
 the cache of translations.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import json

@@ -61,7 +61,7 @@ def cell(
     }
     keys = {"settings": f"{recipe}-{seed}", "family": recipe, "run": f"{recipe}-{seed}"}
     return Cell(
-        **(facts | keys | {"arm": arm, "seed": seed, "outcomes": outcomes, "recipe": recipe} | told)  # pyright: ignore
+        **(facts | keys | {"arm": arm, "seed": seed, "outcomes": outcomes, "recipe": recipe} | told)
     )
 
 
@@ -303,7 +303,7 @@ class TestReport:
     def test_without_matplotlib_the_line_that_installs_it_is_named(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(picture, "find_spec", lambda name: None)  # pyright: ignore
+        monkeypatch.setattr(picture, "find_spec", lambda name: None)
         with pytest.raises(MissingExtraError, match="bench"):
             draw_card(make_card([cell()]), {}, tmp_path / "report.png")
         assert (

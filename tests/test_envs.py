@@ -2,7 +2,6 @@
 pickling, an oracle.
 """
 
-# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportAssignmentType=false
 from __future__ import annotations
 
 import pickle

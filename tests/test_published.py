@@ -1,6 +1,5 @@
 """Published layouts of FrozenLake and Sokoban, read from files."""
 
-# pyright: basic
 from __future__ import annotations
 
 import json

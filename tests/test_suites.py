@@ -1,6 +1,5 @@
 """Suites played for real: agents, arms with and without a bank, failures, results that are kept."""
 
-# pyright: basic
 from __future__ import annotations
 
 import asyncio

@@ -2,7 +2,6 @@
 and the bundled tasks for real.
 """
 
-# pyright: basic, reportArgumentType=false
 from __future__ import annotations
 
 import io

@@ -163,7 +163,7 @@ def test_evaluation_is_paired_and_leaves_the_training_bank_alone(run: dict[str, 
 def test_trained_weights_are_exported_as_a_loadable_folder(run: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM
 
-    loaded = AutoModelForCausalLM.from_pretrained(run["folder"] / "actor")  # pyright: ignore
+    loaded = AutoModelForCausalLM.from_pretrained(run["folder"] / "actor")
     trained = run["runtimes"][0].llm.model
     assert all(
         torch.equal(a, b) for a, b in zip(loaded.parameters(), trained.parameters(), strict=True)
@@ -350,7 +350,7 @@ def test_kill_at_any_moment_and_resume(tmp_path: Path) -> None:
         if process.returncode == 0:
             break
         assert process.returncode == -signal.SIGKILL, errors.decode()
-    assert process.returncode == 0  # pyright: ignore
+    assert process.returncode == 0
     assert kills > 0
     events = read_events(tmp_path / "run" / "episodes.jsonl")
     assert [e["step"] for e in events] == list(range(1, 41))
@@ -434,7 +434,7 @@ def test_an_extractor_may_take_several_updates_in_a_step(tmp_path: Path) -> None
     with_reference = tuple(
         Scribe(p.llm, OptimSettings(), name=p.name, reference=True) for p in policies()
     )
-    Trainer(settings, tmp_path, observer=seen.append, runtimes=with_reference).run()  # pyright: ignore
+    Trainer(settings, tmp_path, observer=seen.append, runtimes=with_reference).run()
     updates = [e["extractor_updates"] for e in seen if e["event"] == "step"]
     assert max(b - a for a, b in zip(updates, updates[1:], strict=False)) == 2
 
