@@ -12,7 +12,7 @@ import numpy as np
 from experiential.envs import oracle
 from experiential.envs.agents import Agent
 from experiential.errors import ExperientialError
-from experiential.evaluation.intervals import clustered_mean, wilson
+from experiential.evaluation.intervals import RATE, clustered_mean, wilson
 from experiential.sync import attempted
 
 _LISTED = 200
@@ -103,7 +103,8 @@ def play_oracle(env: gym.Env[str, str], worlds: Sequence[int | None]) -> list[Ou
 def summary(outcomes: Sequence[Outcome], *, reasons: bool = False) -> dict[str, Any]:
     """Sum outcomes up: success, mean reward and mean turns.
 
-    Success has Wilson's interval, the reward a bootstrap over episodes. ``reasons`` adds failures.
+    Success has Wilson's interval, the reward a bootstrap over episodes, or Wilson's where all
+    rewards, each in [0, 1], are the same. ``reasons`` adds failures.
     """
     failed = [outcome for outcome in outcomes if not outcome.success]
     found = {
@@ -112,7 +113,7 @@ def summary(outcomes: Sequence[Outcome], *, reasons: bool = False) -> dict[str, 
         "success": wilson(len(outcomes) - len(failed), len(outcomes)).model_dump(),
         "reward": (
             clustered_mean(
-                np.array([[outcome.reward for outcome in outcomes]]), samples=2000
+                np.array([[outcome.reward for outcome in outcomes]]), samples=2000, bounds=RATE
             ).model_dump()
         ),
         "turns": float(np.mean([outcome.turns for outcome in outcomes])),

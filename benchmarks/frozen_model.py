@@ -42,7 +42,7 @@ from experiential.bank.manager_like import NoBank
 from experiential.envs import random_agent
 from experiential.envs.make import make
 from experiential.envs.text_env import UnicodeText
-from experiential.evaluation.intervals import clustered_mean, paired_difference
+from experiential.evaluation.intervals import RATE, clustered_mean, paired_difference
 from experiential.evaluation.page import show_percent, show_points
 from experiential.evaluation.results import ResultStore
 from experiential.evaluation.visits import later
@@ -382,7 +382,9 @@ def print_table(store: ResultStore[Cell]) -> None:
             tables["on"] = np.array(on.outcomes)
             worlds, visits = tables["on"].shape  # the other arms may have played more
             rates = {arm: later(table[:worlds, :visits]) for arm, table in tables.items()}
-            chance, off, shown = (show_percent(clustered_mean(rates[arm][None])) for arm in ARMS)
+            chance, off, shown = (
+                show_percent(clustered_mean(rates[arm][None], bounds=RATE)) for arm in ARMS
+            )
             gain = show_points(paired_difference(rates["on"], rates["off"]))
             row = [game, chance, off, f"`{on.settings['strategy']}`", shown, gain]
             print(f"| {' | '.join(row)} | {on.entries} | {100 * on.shown:.0f} % |")

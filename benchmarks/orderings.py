@@ -10,7 +10,7 @@ import numpy as np
 
 from experiential.evaluation.card import by_arm, recipe_difference, used_arm
 from experiential.evaluation.cell import Cell
-from experiential.evaluation.intervals import Interval, clustered_mean
+from experiential.evaluation.intervals import RATE, Interval, clustered_mean
 
 Protocol = Literal["frozen", "off", "writing"]
 """How both recipes are evaluated.
@@ -117,7 +117,8 @@ def findings(cells: Mapping[str, Sequence[Cell]], chance: float = 0.0) -> list[F
         if difference is None:
             continue
         is_below = np.mean([cell.later().mean() for cell in second]) < chance
-        over = clustered_mean(np.array([cell.later() for cell in first]) - chance)
+        rate = clustered_mean(np.array([cell.later() for cell in first]), bounds=RATE)
+        over = Interval(**{end: value - chance for end, value in rate.model_dump().items()})
         found.append(Finding(ordering, difference["interval"], over if is_below else None))
     return found
 

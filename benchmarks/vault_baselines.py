@@ -34,7 +34,7 @@ from benchmarks.study import ALL
 from experiential.agents.actor import ActorAgent
 from experiential.bank.bank import ExperienceBank
 from experiential.config import Experiment
-from experiential.evaluation.card import clustered_mean
+from experiential.evaluation.intervals import RATE, clustered_mean
 from experiential.evaluation.visits import VisitEvaluator, later
 from experiential.llm.base import LLM, SamplingParams
 from experiential.llm.transformers import TransformersLLM
@@ -194,7 +194,7 @@ def measure(kind: str, seed: int) -> dict[str, Any]:
             ("_study_worlds", rates[:40]),
             ("_other_worlds", rates[40:]),
         ):
-            interval = clustered_mean(part[None])
+            interval = clustered_mean(part[None], bounds=RATE)
             row[f"{arm}{name}"] = [
                 round(x, 3) for x in (interval.mean, interval.low, interval.high)
             ]

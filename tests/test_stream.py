@@ -29,7 +29,7 @@ from experiential.evaluation.memories import (
 )
 from experiential.evaluation.play_log import PlayedEpisode, read_log
 from experiential.evaluation.stream import StreamKey, StreamPlan, replay, trajectory_of
-from experiential.evaluation.stream_report import curve, gain_interval, gains, success_interval
+from experiential.evaluation.stream_report import curve, paired_rates, report
 from experiential.evaluation.suites import find_suite
 from experiential.types import Distillation, Experience, Trajectory, Turn
 from tests.stream_worlds import ERAS, VAULTS, WORLDS
@@ -280,6 +280,7 @@ def episode(world: int, position: int, success: bool, order: int = 0) -> PlayedE
         response_tokens=0,
         seconds=0.0,
         shown=0,
+        note={"memory": {}},
     )
 
 
@@ -290,24 +291,26 @@ def test_forward_transfer_leaves_out_the_first_episode_and_pairs_the_others() ->
         *(episode(2, 0, True, 1), episode(0, 1, False, 1), episode(1, 2, False, 1)),
     ]
     # world 0: 0 - 0 in order 1; world 1: 1 - 1 and 0 - 1; world 2: 1 - 0 in order 0
-    np.testing.assert_allclose(gains(grown, without), [0.0, -0.5, 1.0])
+    with_memory, base = paired_rates(grown, without)
+    np.testing.assert_allclose(with_memory, [0.0, 0.5, 1.0])
+    np.testing.assert_allclose(base, [0.0, 1.0, 0.0])
     # up to each position: order 0 gives 1, 1, 1 and order 1 gives 1, 1/2, 1/3
     assert curve(grown) == [1.0, 0.75, 0.6667]
 
 
-def test_a_rate_of_nought_has_an_interval_that_is_not_nought() -> None:
-    never = [episode(world, world, False) for world in range(8)]
-    assert success_interval(never).high == pytest.approx(0.3244, abs=1e-4)  # Wilson, 0 of 8
-    twice = never + [episode(world, world, False, 1) for world in range(8)]
-    assert success_interval(twice).high == pytest.approx(0.3244, abs=1e-4)
-
-
-def test_a_gain_of_nought_everywhere_has_an_interval_that_is_not_nought() -> None:
-    never = [episode(world, world, False) for world in range(8)]
-    gain = gains(never, never)
-    assert not gain.any()
-    found = gain_interval(gain, never, never)
-    assert (found.low, found.high) == pytest.approx((-0.3244, 0.3244), abs=1e-4)
+def test_worlds_that_all_agree_have_the_intervals_of_as_many_episodes() -> None:
+    grown = [episode(world, world, False, order) for world in range(8) for order in range(2)]
+    never = [one for one in grown if one.place["order"] == 0]
+    played = [
+        one.model_copy(update={"arm": arm})
+        for arm, episodes in (("none", never), ("bank", grown))
+        for one in episodes
+    ]
+    rows = {row["arm"]: row for row in report(played)["rows"]}
+    for row in rows.values():  # Wilson, 0 of 8
+        assert row["success"]["high"] == pytest.approx(0.3244, abs=1e-4)
+    gain = rows["bank"]["forward_transfer"]  # Newcombe, of the seven that are not the first
+    assert (gain["low"], gain["high"]) == pytest.approx((-0.3543, 0.3543), abs=1e-4)
 
 
 @pytest.mark.parametrize(

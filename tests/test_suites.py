@@ -22,7 +22,7 @@ from experiential.config import Arm
 from experiential.envs import ENVS
 from experiential.envs.readiness import READINESS, Entry
 from experiential.errors import ConfigError
-from experiential.evaluation.intervals import over_tasks
+from experiential.evaluation.intervals import over_tasks, wilson
 from experiential.evaluation.play_log import PlayedEpisode, PlayLog
 from experiential.evaluation.players import Player
 from experiential.evaluation.suite_play import (
@@ -615,7 +615,7 @@ def test_visits_to_a_world_are_one_cluster() -> None:
     outcomes = [[1, 1], [0, 0]]
     assert by_world(cell("a", "off", outcomes), "success").tolist() == [1.0, 0.0]
     interval = report([cell("a", "off", outcomes)])["tasks"][0]["success"]
-    assert (interval["low"], interval["high"]) == (0.0, 1.0)
+    assert interval == wilson(1, 2).model_dump()
 
 
 def test_the_mean_over_tasks_needs_tasks_with_worlds() -> None:

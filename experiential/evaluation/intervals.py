@@ -50,6 +50,23 @@ def wilson(successes: int, episodes: int) -> Interval:
     return Interval(mean=p, low=max(0.0, centre - half), high=min(1.0, centre + half))
 
 
+def success_rate(values: np.ndarray) -> Interval:
+    """Return the mean of success rates with its interval.
+
+    Where there is one seed and each world was won or lost as a whole, that is Wilson's, else a
+    percentile bootstrap over seeds and worlds (see `clustered_mean`).
+
+    Args:
+        values: success rate per seed, or order of the episodes, and world, shape (seeds, worlds).
+
+    Raises:
+        ValueError: ``values`` is not a table, or empty.
+    """
+    if values.ndim == 2 and len(values) == 1 and values.size and np.isin(values, (0, 1)).all():
+        return wilson(int(values.sum()), values.size)
+    return clustered_mean(values, bounds=RATE)
+
+
 def paired_difference(first: np.ndarray, second: np.ndarray) -> Interval:
     """Return the mean of ``first - second`` over worlds, with its interval.
 

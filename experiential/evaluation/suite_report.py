@@ -16,7 +16,7 @@ from experiential.evaluation.intervals import (
     clustered_mean,
     over_tasks,
     paired_difference,
-    wilson,
+    success_rate,
 )
 from experiential.evaluation.play_log import PlayedEpisode
 from experiential.llm.metered import Spent
@@ -107,11 +107,8 @@ def report(cells: Sequence[SuiteCell], played: Sequence[Mapping[str, Any]] = ())
             **facts.get(cell.task, {}),
         }
         for name, values in worlds[cell.task, cell.arm].items():
-            bounds = RATE if name == "success" else None
-            row[name] = clustered_mean(values[None], bounds=bounds).model_dump()
-        if all(one.visit == 0 for one in cell.episodes):  # with one visit a world: independent
-            successes = sum(one.success for one in cell.episodes)
-            row["success"] = wilson(successes, len(cell.episodes)).model_dump()
+            interval = success_rate if name == "success" else clustered_mean
+            row[name] = interval(values[None]).model_dump()
         tasks.append(row)
 
     overall: list[dict[str, Any]] = []
@@ -140,10 +137,11 @@ def report(cells: Sequence[SuiteCell], played: Sequence[Mapping[str, Any]] = ())
             row = {"task": task, "arms": [arm, other], **facts.get(task, {})}
             for name in MEASURES:
                 first, second = by_world(one, name, both), by_world(two, name, both)
-                interval = clustered_mean((first - second)[None])
-                if name == "success":
-                    interval = paired_difference(first, second)
-                row[name] = interval.model_dump()
+                row[name] = (
+                    paired_difference(first, second)
+                    if name == "success"
+                    else clustered_mean((first - second)[None])
+                ).model_dump()
                 gains[name].append(first - second)
             differences.append(row)
         if len(gains["success"]) > 1:
