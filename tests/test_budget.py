@@ -92,7 +92,7 @@ def test_an_evaluation_keeps_the_arms_that_were_finished_and_goes_on(
     assert code == 0 and re.search(r"frozen, on: actor \$\d\.\d{4}, extractor \$\d", out)
 
 
-def test_a_bench_run_keeps_the_tasks_that_were_finished_and_goes_on(
+def test_a_bench_run_that_was_stopped_by_its_budget_goes_on_and_counts_all_it_spent(
     server: VaultServer,
     run: Run,
     tmp_path: Path,
@@ -109,21 +109,17 @@ def test_a_bench_run_keeps_the_tasks_that_were_finished_and_goes_on(
     assert code == 1 and "max_total_tokens=22" in error and not results.exists()
     code, out, error = bench("price=[1000, 0]", "max_cost=50")
     assert code == 0, error
-    cells = json.loads(results.read_text())["cells"]
-    for cell in cells:
-        spent = Spent(**cell["actor"])
-        tokens = sum(e["prompt_tokens"] + e["response_tokens"] for e in cell["episodes"])
-        assert spent.tokens == tokens == 11 * spent.requests > 0
-        assert spent.cost == pytest.approx(0.009 * spent.requests)
-        assert f"spent: actor {spent.describe()}" in " ".join(out.split())
-    # what stands in the results is not played again, and the limit is no other setting
-    results_before = results.read_text()
-    kept = json.loads(results_before)
-    if len(cells) > 1:
-        kept["cells"] = kept["cells"][:1]
-        results.write_text(json.dumps(kept))
-        code, out, error = bench("max_total_tokens=11")
-        assert code == 1 and "goes on with what is left" in error and "success" in out
+    [cell] = json.loads(results.read_text())["cells"]
+    spent = Spent(**cell["actor"])
+    tokens = sum(e["prompt_tokens"] + e["response_tokens"] for e in cell["episodes"])
+    assert tokens > 0 and tokens % 11 == 0
+    assert spent.tokens == tokens + 22, "the episode that the budget cut short was paid for"
+    assert spent.cost == pytest.approx(0.009 * tokens / 11), "the first run named no price"
+    assert f"spent: actor {spent.describe()}" in " ".join(out.split())
+    # what is finished is not played again, and the limit is no other setting
+    code, out, error = bench("max_total_tokens=11")
+    assert code == 0 and "success" in out, error
+    assert json.loads(results.read_text())["cells"] == [cell]
 
 
 def test_what_a_server_does_not_report_is_unknown(
