@@ -489,12 +489,14 @@ class CountEnv(TextEnv):
             "blank": [""],
             "unacceptable": ["nine"],
             "absent": None,
+            "alone": None,
             "sometimes": ["one", "two"] if self.said == 0 else None,
             "aliased": self.listed,
         }.get(self.flaw, ("one", "two"))
         info = self._report(self.name, said, **more)
-        if self.flaw == "pattern":
-            info["admissible_pattern"] = "say["
+        patterns = {"pattern": "say[", "look": "say(?=[a-z])", "alone": "say", "open": "say [a-z]+"}
+        if self.flaw in patterns:
+            info["admissible_pattern"] = patterns[self.flaw]
         return info if listed is None else info | {"admissible": listed}
 
     def _begin(self, world: int) -> tuple[str, Info]:
@@ -526,7 +528,7 @@ class CountEnv(TextEnv):
         self.closed = True
 
 
-@pytest.mark.parametrize("flaw", ["", "absent"])
+@pytest.mark.parametrize("flaw", ["", "absent", "open"])
 def test_an_environment_may_list_its_actions_in_any_sequence_or_not_at_all(flaw: str) -> None:
     assert envs.check_text_env(CountEnv(flaw)) == []
 
@@ -536,7 +538,9 @@ def test_an_environment_may_list_its_actions_in_any_sequence_or_not_at_all(flaw:
     [
         ("text", "expected info['admissible'] to be list, got str; list the actions that are"),
         ("members", "to hold text of the action space, got '2' (int); list the texts that step()"),
-        ("pattern", "expected info['admissible_pattern'] to be a regular expression, got 'say['"),
+        ("pattern", "without look-around and back-references, got 'say[' (unterminated"),
+        ("look", "without look-around and back-references, got 'say(?=[a-z])' ("),
+        ("alone", "to be a regular expression beside info['admissible'], which is missing; list"),
         ("blank", "to hold text of the action space, got '' (str)"),
         (
             "unacceptable",

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -161,6 +162,13 @@ async def test_an_open_choice_is_trained_on_under_its_grammar() -> None:
     samples = [sample_from_generation(g, 1.0 - 2 * (i % 2)) for i, g in enumerate(made)]
     stats = await policy.train(samples, LossSettings(kind="cispo"))
     assert stats.metrics["ratio"] == pytest.approx(1.0, abs=1e-3) and stats.grad_norm > 0
+
+
+@pytest.mark.parametrize("pattern", ["say[", "say(?=a)", 7])
+async def test_a_pattern_that_is_none_fails_the_request(pattern: Any) -> None:
+    sampling = SamplingParams(choices=("wait",)).model_copy(update={"pattern": pattern})
+    with pytest.raises(BackendError, match="pattern"):
+        await TransformersLLM(MODEL, TOKENIZER).generate(PROMPTS[0], sampling)
 
 
 async def test_a_schema_that_cannot_be_compiled_is_named() -> None:

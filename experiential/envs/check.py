@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -12,6 +11,7 @@ from typing import Any, cast
 import gymnasium as gym
 
 from experiential.envs.text_env import UnicodeText
+from experiential.llm.request import check_pattern
 from experiential.sync import attempted
 
 KEYS: dict[str, tuple[type, str]] = {
@@ -24,7 +24,7 @@ KEYS: dict[str, tuple[type, str]] = {
 """Type and meaning of the keys that every ``info`` has."""
 OPTIONAL: dict[str, tuple[type, str]] = {
     "admissible": (list, "list the actions that are acceptable now, or leave the key out"),
-    "admissible_pattern": (str, "match, beside the actions listed, those with words of one's own"),
+    "admissible_pattern": (str, "match, beside the actions listed, those with free words"),
     "feedback": (str, "comment on the action, or leave the key out"),
 }
 HOSTILE = (
@@ -256,11 +256,15 @@ def _told(env: Env, where: str, step: Step) -> Iterator[str]:
             " the episode, or set it to False"
         )
     pattern = info.get("admissible_pattern")
-    if isinstance(pattern, str) and isinstance(attempted(re.compile, pattern), Exception):
-        yield (
-            f"{where}: expected info['admissible_pattern'] to be a regular expression, got"
-            f" {pattern[:80]!r}; mend it, or leave the key out"
-        )
+    if isinstance(pattern, str):
+        expected = f"{where}: expected info['admissible_pattern'] to be a regular expression"
+        if isinstance(fault := attempted(check_pattern, pattern), Exception):
+            yield (
+                f"{expected} without look-around and back-references, got {pattern[:80]!r}"
+                f" ({str(fault)[:200]}); mend it, or leave the key out"
+            )
+        if "admissible" not in info:
+            yield f"{expected} beside info['admissible'], which is missing; list an action"
     listed = info.get("admissible")
     if isinstance(listed, list | tuple):
         actions = cast("list[Any]", listed)

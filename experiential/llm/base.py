@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from pydantic import Field
 
-from experiential.errors import ConfigError
+from experiential.errors import BackendError, ConfigError
 from experiential.plugins import resolve
 from experiential.types import Generation, Prompt, Record
 from experiential.types import is_token_prompt as is_token_prompt
@@ -53,14 +53,25 @@ class SamplingParams(Record):
         """
         if self.pattern is None or self.choices is None:
             return None
-        others = [one for one in self.choices if not re.fullmatch(self.pattern, one)]
+        others = [one for one in self.choices if not self._matches(one)]
         return "|".join([f"(?:{self.pattern})", *map(re.escape, others)])
 
     def permits(self, text: str) -> bool:
-        """Return whether a response is one of the choices or matches ``pattern``."""
+        """Return whether a response is one of the choices or matches ``pattern``.
+
+        Raises:
+            BackendError: ``pattern`` is no regular expression.
+        """
         if self.choices is None or text in self.choices:
             return True
-        return self.pattern is not None and re.fullmatch(self.pattern, text) is not None
+        return self._matches(text)
+
+    def _matches(self, text: str) -> bool:
+        try:
+            return self.pattern is not None and re.fullmatch(self.pattern, text) is not None
+        except (re.error, TypeError) as error:  # of an environment that was not checked
+            expected = "Expected pattern to be a regular expression"
+            raise BackendError(f"{expected}, got {self.pattern!r}: {error}") from error
 
 
 class LLM(ABC):

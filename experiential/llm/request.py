@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, cast
 
@@ -352,6 +354,24 @@ def restriction(sampling: SamplingParams) -> str | None:
     if (pattern := sampling.open_choices()) is not None:
         return canonical({_PATTERN: pattern})
     return None if sampling.json_schema is None else canonical(sampling.json_schema)
+
+
+def check_pattern(pattern: str) -> None:
+    """Raise ValueError if no response can be restricted to a pattern.
+
+    Where llguidance is installed, what only Python's regular expressions have, such as look-around,
+    is refused too.
+    """
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(str(error)) from error
+    if find_spec("llguidance") is not None:
+        from llguidance import LLMatcher
+
+        fault: str = LLMatcher.validate_grammar(LLMatcher.grammar_from_regex(pattern))
+        if fault:
+            raise ValueError(" ".join(fault.split()))
 
 
 def canonical(schema: Mapping[str, Any]) -> str:
