@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,12 +58,39 @@ def test_a_bad_row_is_named(row: object, told: str, tmp_path: Path) -> None:
         SokobanEnv("eval", data=str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [({"sizes": (4, 4)}, "without sizes, got data="), ({"layouts": -1}, "layouts to be positive")],
+)
+def test_arguments_of_drawn_layouts_are_refused(
+    arguments: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    (tmp_path / "test.jsonl").write_text(json.dumps({"layout": ROOM, "seed": 1, "size": 4, "p": 1}))
+    for env in (SokobanEnv, FrozenLakeEnv):
+        with pytest.raises(ConfigError, match=told):
+            env("eval", data=str(tmp_path), **arguments)
+
+
+def test_the_digest_is_of_every_published_layout(tmp_path: Path) -> None:
+    digests: list[str] = []
+    for last in (149, 150):
+        rows = [{"seed": seed, "size": 5, "p": 0.7} for seed in (*range(149), last)]
+        (tmp_path / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+        digests.append(FrozenLakeEnv(data=str(tmp_path)).digest())
+    assert digests[0] != digests[1]
+    (tmp_path / "train.jsonl").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="file of published layouts"):
+        FrozenLakeEnv(data=str(tmp_path))
+
+
 def test_the_official_suite_takes_all_hundred_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ERL_DATA", str(tmp_path))
     suite = find_suite("frozenlake-published")
-    with pytest.raises(ConfigError, match="set ERL_DATA"):
+    with pytest.raises(
+        ConfigError, match=r"FrozenLake-v0: run export ERL_DATA=FOLDER .*frozenlake"
+    ):
         suite.ready()
     (tmp_path / "frozenlake").mkdir()
     file = tmp_path / "frozenlake" / "test.jsonl"

@@ -133,11 +133,10 @@ def test_the_mixtures_are_those_of_appendix_c3() -> None:
     }.values(),
 )
 def test_every_task_begins_and_tells_its_true_budget(task: SuiteTask) -> None:
-    (task,) = Suite("one", (task,), "").with_made_data().tasks
-    if READINESS[task.id].missing():
-        pytest.skip(f"needs {READINESS[task.id].missing()}")
-    if task.kwargs.get("data", "").startswith("$"):
-        pytest.skip("needs published data: tests/test_published.py plays such")
+    made = Suite("one", (task,), "").with_made_data()
+    if missing := made.missing():
+        pytest.skip(f"needs {missing}")
+    (task,) = made.tasks
     env: Any = gym.make(task.id, disable_env_checker=True, **task.arguments()).unwrapped
     _, info = env.reset(seed=0)
     assert info["admissible"], "the random agent draws from these"

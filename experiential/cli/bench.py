@@ -107,8 +107,8 @@ def suites(as_json: AsJson = False) -> None:
         return
     for row in rows:
         state = f"run: {' && '.join(row['to_do'])}" if row["to_do"] else "ready"
-        lines = (f"{row['suite']:19} {', '.join(row['tasks'])}", row["source"], state)
-        sys.stdout.write(f"\n{'':20}".join(lines) + "\n")
+        lines = (f"{row['suite']:20} {', '.join(row['tasks'])}", row["source"], state)
+        sys.stdout.write(f"\n{'':21}".join(lines) + "\n")
 
 
 @app.command()

@@ -178,10 +178,10 @@ class FrozenLakeEnv(GridEnv):
     """Reach the goal of a text grid without entering a hole; symbols are not explained.
 
     Moves are deterministic. Reward is 1.0 on the goal, else 0.0; a hole or the goal terminates, the
-    spent budget truncates. A layout can be solved within the budget and belongs to the split that
-    its content decides, so train and eval never share one. Layouts for evaluation are all distinct;
-    for training small grids repeat: there are not many of them. `docs/envs/frozen_lake.md` lists
-    the arguments.
+    spent budget truncates. A drawn layout can be solved within the budget and belongs to the split
+    that its content decides, so train and eval never share one; published layouts (``data``) are
+    as they are. Drawn layouts for evaluation are all distinct; for training small grids repeat:
+    there are not many of them. `docs/envs/frozen_lake.md` lists the arguments.
 
     >>> env = FrozenLakeEnv(preset="4x4")
     >>> print(env.reset(seed=0)[0])
@@ -225,9 +225,9 @@ class FrozenLakeEnv(GridEnv):
         if data is not None:
             if rules.rows:
                 raise ConfigError(f"Expected no data with the fixed map {preset}, got {data!r}")
-            rows = read_layouts(data, split, _Row)
-            self._rows = [(row.seed, row.size, row.p) for row in rows][:layouts]
-            self.name = "frozenlake-published"
+            rows = read_layouts(data, split, _Row, layouts, sizes=sizes, frozen=frozen)
+            self._rows = [(row.seed, row.size, row.p) for row in rows]
+            self.name, self._digested = "frozenlake-published", len(rows)
         count = 1 if rules.rows else len(self._rows) or layouts
         super().__init__(split, count, rules.budget, rules.symbols[:4], feedback, render_mode)
 

@@ -30,7 +30,6 @@ MAX_DRAWS = 20_000
 
 
 _TRIES = 50
-_DIGESTED = 100
 
 
 class Layout(Protocol):
@@ -93,6 +92,7 @@ class GridEnv(TextEnv):
     """Start of ``info["task_id"]`` and ``info["instance"]``."""
     wording: dict[Event, str]
     """What the paper calls each event."""
+    _digested = 100
 
     def __init__(
         self,
@@ -133,9 +133,9 @@ class GridEnv(TextEnv):
         return self._grid() if self.render_mode == "ansi" else None
 
     def _contents(self) -> Iterable[str]:
-        """Yield the budget and the first 100 layouts, which the others follow from."""
+        """Yield the budget and the layouts; of drawn ones 100, which the others follow from."""
         yield f"{self.name} {self.split} {self.layouts} {self.budget}"
-        yield from (self._layout(world).content for world in self.worlds[:_DIGESTED])
+        yield from (self._layout(world).content for world in self.worlds[: self._digested])
 
     def _begin(self, world: int) -> tuple[str, Info]:
         self.layout, self.turn = world, 0

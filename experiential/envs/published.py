@@ -7,31 +7,40 @@ import os
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from experiential.envs.arguments import checked
+from pydantic import BaseModel
+
+from experiential.envs.arguments import checked, positive
 from experiential.envs.split import Split
 from experiential.errors import ConfigError
 
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-M = TypeVar("M", bound="BaseModel")
+M = TypeVar("M", bound=BaseModel)
 _WHERE = (
     "give the folder of a data set of github.com/microsoft/experiential_rl (rllm_data/datasets),"
     " and set ERL_DATA to rllm_data/datasets for the suites"
 )
 
 
-def read_layouts(data: str, split: Split, model: type[M]) -> tuple[M, ...]:
-    """Return the rows of a file, or of the file of a split in a folder.
+def read_layouts(
+    data: str, split: Split, model: type[M], most: int | None, **drawn: Any
+) -> tuple[M, ...]:
+    """Return at most ``most`` rows of a file, or of the file of a split in a folder.
 
     In a folder ``test`` is read for ``eval`` and ``train`` for ``train``, as ``.parquet`` (which
-    needs pyarrow) or ``.jsonl``. Variables such as ``$ERL_DATA`` are replaced.
+    needs pyarrow) or ``.jsonl``. Variables such as ``$ERL_DATA`` are replaced. ``drawn`` are the
+    arguments that only drawn layouts follow, None where they are not given.
 
     Raises:
-        ConfigError: there is no such file, it cannot be read, or a row lacks a field.
+        ConfigError: there is no such file, it cannot be read, or a row lacks a field; or an
+            argument of drawn layouts is given.
     """
+    positive(layouts=most)
+    if given := [name for name, value in drawn.items() if value is not None]:
+        raise ConfigError(
+            f"Expected published layouts without {', '.join(given)}, got data={data!r} with it;"
+            " leave one of them out"
+        )
     path = Path(os.path.expandvars(data)).expanduser()
     if path.is_dir():
         stem = "test" if split == "eval" else "train"
@@ -48,9 +57,9 @@ def read_layouts(data: str, split: Split, model: type[M]) -> tuple[M, ...]:
         else:
             lines = path.read_text("utf-8").splitlines()
             rows = [json.loads(line) for line in lines if line.strip()]
-    except (OSError, ValueError) as error:  # ValueError: pyarrow's, and of JSON and UTF-8
+    except (OSError, ValueError, RecursionError) as error:  # pyarrow's, of JSON and of UTF-8
         raise ConfigError(f"Expected a file of published layouts, got {path}: {error}") from error
     if not rows:
         raise ConfigError(f"Expected at least one layout in {path}, got none")
     expected = f"{', '.join(model.model_fields)} in each row of {path}"
-    return tuple(checked(model, row, expected, f"row {n}") for n, row in enumerate(rows, 1))
+    return tuple(checked(model, row, expected, f"row {n}") for n, row in enumerate(rows[:most], 1))

@@ -262,8 +262,10 @@ class SokobanEnv(GridEnv):
         self.rules = rules = RoomRules(**with_preset(preset or "erl", self.presets, {}, **given))
         self._rooms: list[Room] = []
         if data is not None:
-            self._rooms = [row.room() for row in read_layouts(data, split, _Row)][:layouts]
-            self.name = "sokoban-published"
+            drawn = dict(sizes=sizes, boxes=boxes, walls=walls, max_solution=max_solution)
+            rows = read_layouts(data, split, _Row, layouts, **drawn)
+            self._rooms = [row.room() for row in rows]
+            self.name, self._digested = "sokoban-published", len(rows)
         count = len(self._rooms) or layouts
         super().__init__(split, count, rules.budget, rules.symbols, feedback, render_mode)
 

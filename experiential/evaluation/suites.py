@@ -96,9 +96,13 @@ class Suite:
         """
         needed: dict[str, list[str]] = {}
         for task in self.tasks:
-            entry = readiness(task.id)
+            entry, named = readiness(task.id), str(task.kwargs.get("data", ""))
             wanting = entry.fallback == "made" and "data" not in task.kwargs
             data = [entry.data_step] if wanting and not entry.has_data() else []
+            if named.startswith("$") and not Path(os.path.expandvars(named)).exists():
+                variable, _, place = named[1:].partition("/")
+                source = "experiential bench suites names its source"
+                data = [f"export {variable}=FOLDER (with {place} in it; {source})"]
             needed[task.id] = list(dict.fromkeys([*entry.missing(), *data]))
         return {name: steps for name, steps in needed.items() if steps}
 
@@ -201,7 +205,8 @@ _OFFICIAL = (
                     worlds=100,
                 ),
             ),
-            f"{ERL}, the 100 test layouts of its published data set, {name.lower()}/test.parquet",
+            f"{ERL}, the 100 test layouts of its published data set, {name.lower()}/test.parquet in"
+            " rllm_data/datasets of github.com/microsoft/experiential_rl",
         )
         for name in ("FrozenLake", "Sokoban")
     ),
