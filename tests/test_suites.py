@@ -617,6 +617,13 @@ def test_visits_to_a_world_are_one_cluster() -> None:
     assert interval == wilson(1, 2).model_dump()
 
 
+def test_a_stopped_run_has_no_mean_over_all_tasks_under_an_arm_that_lacks_one() -> None:
+    cells = [cell("a", "off", [[1]]), cell("a", "frozen", [[1]]), cell("b", "off", [[0]])]
+    found = report(cells)
+    assert [row["arm"] for row in found["overall"]] == ["off"]
+    assert [row["task"] for row in found["differences"]] == ["a"]
+
+
 def test_the_mean_over_tasks_needs_tasks_with_worlds() -> None:
     assert over_tasks([np.ones(3), np.zeros(5)]).model_dump() == {
         "mean": 0.5,

@@ -83,7 +83,8 @@ def report(cells: Sequence[SuiteCell], played: Sequence[Mapping[str, Any]] = ())
     ``played`` are `TaskFacts` as mappings, which the rows of a task repeat.
 
     Returns:
-        ``tasks``, ``overall`` (empty with one task) and ``differences`` (of `CONTRASTS`, paired by
+        ``tasks``, ``overall`` (empty with one task, and without the arms
+        that some task has not been played under yet) and ``differences`` (of `CONTRASTS`, paired by
         world, over the episodes that both arms have played), each a list of rows with an interval
         for every measure.
     """
@@ -112,9 +113,12 @@ def report(cells: Sequence[SuiteCell], played: Sequence[Mapping[str, Any]] = ())
         tasks.append(row)
 
     overall: list[dict[str, Any]] = []
-    if len({cell.task for cell in cells}) > 1:
+    every = len(played or {cell.task for cell in cells})  # a stopped run lacks some
+    if every > 1:
         for arm in dict.fromkeys(cell.arm for cell in cells):
             rows = [row for row in tasks if row["arm"] == arm]
+            if len(rows) < every:
+                continue
             row = {"task": OVERALL, "arm": arm}
             row |= {key: sum(one[key] for one in rows) for key in ("episodes", "worlds", "failed")}
             for name in MEASURES:
@@ -144,7 +148,7 @@ def report(cells: Sequence[SuiteCell], played: Sequence[Mapping[str, Any]] = ())
                 ).model_dump()
                 gains[name].append(first - second)
             differences.append(row)
-        if len(gains["success"]) > 1:
+        if len(gains["success"]) == every > 1:
             row = {"task": OVERALL, "arms": [arm, other]}
             for name, tables in gains.items():
                 bounds = GAIN if name == "success" else None
