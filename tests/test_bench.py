@@ -260,6 +260,10 @@ def test_all_arms_read_the_bank_as_it_was_while_one_lets_it_grow(
         (("--bank", "b", "--arms", "off,on"), "Expected --learn and the arm on together"),
         (("--bank", "b", "--arms", "off", "--learn"), "got only --learn"),
         (("--agent", "random", "--results", "r.jsonl"), "Expected --results to be a JSON file"),
+        (("--agent", "random", "--results", "."), "to be a JSON file, got the folder"),
+        (("--agent", "random", "--results", "/dev/null/r.json"), "Expected to write a log"),
+        (("--agent", "random", "--results", "r" * 300), "File name too long"),
+        (("--agent", "random", "--seed", "-1"), "greater than or equal to 0"),
         (("--model", "tiny", "--max-cost", "3"), "Expected a server (--base-url) with --max-cost"),
         (("--base-url", "http://127.0.0.1:9", "--extra-body", "["), "--extra-body to be JSON"),
         (("--base-url", "http://127.0.0.1:9", "--extra-body", "3"), "a JSON object"),
@@ -294,6 +298,11 @@ def test_a_dry_run_asks_nobody_and_bounds_requests_tokens_and_cost(
     shown = capsys.readouterr().out
     assert "6 episodes of at most 8 turns, 4 are finished" in shown
     assert "by the 4 episodes in the log: about" in shown and "cost: unknown; pass" in shown
+    assert run_app(app, [*arguments, "--dry-run", "--seed", "1"]) == 2
+    assert "got seed 0 and not 1; use --overwrite" in capsys.readouterr().err
+    (tmp_path / "r.jsonl").write_text("my notes\n")
+    assert run_app(app, [*arguments, "--dry-run"]) == 2
+    assert "got another file" in capsys.readouterr().err
 
 
 def test_progress_is_plain_lines_without_a_terminal(monkeypatch: Any, capsys: Any) -> None:
@@ -316,4 +325,20 @@ def test_progress_is_plain_lines_without_a_terminal(monkeypatch: Any, capsys: An
         " about 80 s left",
         "6 of 10 episodes, lake (on), success 100.0 %, 1 failed, 3,000 tokens, $1.50,"
         " about 80 s left",
+    ]
+
+
+def test_an_interrupt_says_once_that_the_same_command_goes_on(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("experiential.cli.bench.play", interrupted)
+    results = str(tmp_path / "r.json")
+    command = ["bench", "run", "--suite", "frozenlake", "--agent", "random", "--results", results]
+    assert run_app(app, command) == 130
+    assert capsys.readouterr().err.splitlines() == [
+        "The same command goes on with what is left.",
+        "error: interrupted",
     ]

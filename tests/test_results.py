@@ -60,3 +60,10 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: A
     with pytest.raises(KeyboardInterrupt):
         write_whole(path, "new")
     assert path.read_text() == "old" and list(tmp_path.glob("*.json")) == [path]
+
+
+def test_a_file_that_cannot_be_written_is_one_error_and_leaves_no_draft(tmp_path: Path) -> None:
+    (tmp_path / "a.json").mkdir()
+    with pytest.raises(ConfigError, match=r"Expected to write .*a\.json, got"):
+        write_whole(tmp_path / "a.json", "new")
+    assert [one.name for one in tmp_path.iterdir()] == ["a.json"]

@@ -319,6 +319,7 @@ def test_worlds_that_all_agree_have_the_intervals_of_as_many_episodes() -> None:
         (["--arms", "bnak"], "did you mean 'bank'"),
         (["--transfer"], "Expected a suite of several tasks for --transfer"),
         (["--seed", "5"], "seed"),
+        (["--results", "r.json"], "Expected --results to be a JSON Lines file"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_two(
@@ -328,7 +329,7 @@ def test_bad_input_is_one_line_and_exit_code_two(
     small = [*VAULT, "--orders", "1", "--arms", "none", "--episodes", "2"]
     played(results, *small)
     capsys.readouterr()
-    assert run_app(app, [*small, *arguments, "--results", str(results)]) == 2
+    assert run_app(app, [*small, "--results", str(results), *arguments]) == 2
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1

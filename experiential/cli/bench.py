@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import sys
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 
 FOLDER = Path("runs/benchmarks")
 """Where results go by default."""
+GOES_ON = "The same command goes on with what is left.\n"
 _WIDE = 170
 """Columns of a table that is not shown in a terminal."""
 _OF_AGENT = (
@@ -128,7 +130,7 @@ def run(
         Option(min=1, help="Of each task and arm.  [default: all of an official set, else 100]"),
     ] = None,
     visits: Annotated[int, Option(min=1, help="How many of the episodes meet the same world.")] = 1,
-    seed: Annotated[int, Option(help="Seed of worlds, episodes and sampling.")] = 0,
+    seed: Annotated[int, Option(min=0, help="Seed of worlds, episodes and sampling.")] = 0,
     split: Annotated[
         str | None, Option(help="Split of all tasks.  [default: each task's own]")
     ] = None,
@@ -255,18 +257,18 @@ def run(
             settings["commit"] = opened.head  # a bank that has grown since is another setting
     cells = plan_cells(chosen, plan, wanted)
     log_file = log_path(file, overwrite=overwrite)
+    remedy = "use --overwrite or another --results"
     if dry_run:
-        for line in describe_suite(cells, plan, options, log_file):
+        for line in describe_suite(cells, plan, options, log_file, settings, remedy):
             sys.stdout.write(line + "\n")
         return 0
 
-    stopped, code = None, 1
-    remedy = "use --overwrite or another --results"
+    stopped, code = None, 0
     with PlayLog(log_file, settings, overwrite=overwrite, remedy=remedy) as log:
         try:
             play(cells, plan, options, named, function, second, log)
         except KeyboardInterrupt:
-            stopped, code = "interrupted; the same command goes on", 130
+            code = 130
         except BackendError as error:
             stopped = f"{error}; the same command without --overwrite goes on with what is left"
         done = results_of(log, cells, settings)
@@ -276,7 +278,10 @@ def run(
         title = title_of(chosen, facts, agent, seed)
         show_results(title, f"{source} {chosen.source}", done, file)
     if stopped is not None:
-        return complain(stopped, code)
+        return complain(stopped, 1)
+    if code:
+        sys.stderr.write(GOES_ON)  # `exit_code` says that it was interrupted
+        return code
     return int(any(task["failed"] == task["episodes"] for task in done.report["tasks"]))
 
 
@@ -316,10 +321,12 @@ def file_name(suite: Suite, agent: str, named: ModelSettings | None, seed: int) 
 
 def log_path(file: Path, *, overwrite: bool) -> Path:
     """Return the log that belongs to a file of results, which has the ending .jsonl."""
+    if not file.name or os.path.isdir(file):
+        raise ConfigError(f"Expected --results to be a JSON file, got the folder {file}")
     log = file.with_suffix(".jsonl")
     if log == file:
         raise ConfigError(f"Expected --results to be a JSON file, got {file}, where its log goes")
-    if file.exists() and not log.exists() and not overwrite:
+    if os.path.isfile(file) and not os.path.exists(log) and not overwrite:
         raise ConfigError(
             f"Expected the log {log} beside the results {file}, got results without one; use"
             " --overwrite or another --results"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -102,17 +103,26 @@ def describe_cost(experiment: Experiment, placement: Placement | None = None) ->
 
 
 def describe_suite(
-    cells: Sequence[PlannedCell], plan: Plan, options: dict[str, Any], log_file: Path
+    cells: Sequence[PlannedCell],
+    plan: Plan,
+    options: dict[str, Any],
+    log_file: Path,
+    settings: dict[str, Any],
+    remedy: str,
 ) -> Iterator[str]:
     """Yield the lines of `bench run --dry-run`: what is to be played, and what that may cost.
 
     The bounds suppose that every episode uses up its turns and every response its tokens. How long
     observations are is seen in one episode of random play for each task; where the log has
     episodes, what these took is shown too.
+
+    Raises:
+        ConfigError: the log is damaged or of other settings; `remedy` says what to do about it.
     """
     from experiential.evaluation.play_log import PlayedEpisode, read_log
 
-    lines = list(read_log(log_file)) if log_file.exists() and not options["overwrite"] else []
+    goes_on = os.path.exists(log_file) and not options["overwrite"]
+    lines = list(read_log(log_file, settings, remedy)) if goes_on else []
     logged = {one.key: one for one in lines if isinstance(one, PlayedEpisode) and not one.stopped}
     finished = {key for key, one in logged.items() if not one.again}
     read = written = calls = episodes = 0

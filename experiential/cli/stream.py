@@ -10,6 +10,7 @@ Every episode stands in the log when it has ended; the same command goes on afte
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -23,6 +24,7 @@ from typer import Option
 
 from experiential.cli.bench import (
     FOLDER,
+    GOES_ON,
     actor_maker,
     file_name,
     find_function,
@@ -30,7 +32,6 @@ from experiential.cli.bench import (
     title_of,
     within,
 )
-from experiential.cli.errors import complain
 from experiential.cli.options import Backend, BackendOption, BaseUrl, Embedder, KeyEnv
 from experiential.cli.progress import Progress
 from experiential.cli.rows import show_line
@@ -94,7 +95,7 @@ def stream(
         Option(min=0, help="Episodes that bank-frozen learns from.  [default: half]"),
     ] = None,
     k: Annotated[int, Option("--recalled", min=1, help="Entries or episodes recalled.")] = 3,
-    seed: Annotated[int, Option(help="Seed of worlds, orders, episodes and sampling.")] = 0,
+    seed: Annotated[int, Option(min=0, help="Seed of worlds, orders, episodes and sampling.")] = 0,
     split: Annotated[
         str | None, Option(help="Split of all tasks.  [default: each task's own]")
     ] = None,
@@ -207,6 +208,11 @@ def stream(
         check_model(known)
         settings["model"] = known.name
     file = results or FOLDER / f"stream-{file_name(chosen, agent, known, seed)}.jsonl"
+    if not file.name or os.path.isdir(file) or file.suffix == ".json":
+        raise ConfigError(
+            f"Expected --results to be a JSON Lines file, beside which the report goes with the"
+            f" ending .json, got {file}"
+        )
     with ExitStack() as stack:
         llm, prompts = None, "full"
         remedy = "use --overwrite or another --results"
@@ -235,7 +241,8 @@ def stream(
             with Progress(total, before) as progress:
                 asyncio.run(play_streams(plan, tools, log, progress.note))
         except KeyboardInterrupt:
-            return complain("interrupted; the same command goes on", 130)
+            sys.stderr.write(GOES_ON)  # `exit_code` says that it was interrupted
+            return 130
         found = report(finished(plan, log.episodes.values()))
     write_whole(file.with_suffix(".json"), _as_json({"settings": settings, **found}))
     console.print(report_table(title_of(chosen, facts, agent, seed), found))

@@ -121,17 +121,30 @@ Line = Annotated[PlayedEpisode | BankChange, Field(discriminator="kind")]
 _LINE: TypeAdapter[PlayedEpisode | BankChange] = TypeAdapter(Line)
 
 
-def read_log(path: Path) -> Iterator[PlayedEpisode | BankChange]:
+def read_log(
+    path: Path, settings: Mapping[str, Any] | None = None, remedy: str = "remove it"
+) -> Iterator[PlayedEpisode | BankChange]:
     """Yield what a log holds, with transcripts, in the order in which it was written.
 
     An episode that was played again comes once for each time; the last counts.
 
+    Args:
+        path: the file.
+        settings: those that it must have been played with, if given.
+        remedy: as for `PlayLog`.
+
     Raises:
-        ConfigError: the file cannot be read, or a line before the last is damaged.
+        ConfigError: the file cannot be read, is no log, is of other settings, or a line before the
+            last is damaged.
     """
+    known = dict[str, Any]()
     for number, (_, line) in enumerate(_whole_lines(path)):
-        if number:
-            yield _parsed(line, path, number)
+        if number == 0:
+            known = _settings_in(line, path, remedy)
+            continue
+        if number == 1 and settings is not None:
+            check_settings(known, settings, ABOUT, path, remedy)
+        yield _parsed(line, path, number, remedy)
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -189,8 +202,11 @@ class PlayLog:
         self.episodes: dict[tuple[Any, ...], PlayedEpisode] = {}
         self.changes: list[BankChange] = []
         self.spent: dict[tuple[str, str], Spent] = {}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ConfigError(f"Expected to write {ABOUT} to {path}, got {error}") from error
         try:
             self._claim()
             if overwrite:
@@ -253,8 +269,7 @@ class PlayLog:
         end, known = 0, dict[str, Any]()
         for number, (after, line) in enumerate(_whole_lines(self.path)):
             if number == 0:
-                with suppress(ValueError):
-                    known = json.loads(line)["settings"]
+                known = _settings_in(line, self.path, remedy)
             else:
                 end = after
                 self._note(_parsed(line, self.path, number, remedy))
@@ -296,6 +311,14 @@ def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                     yield end, line
     except OSError as error:
         raise ConfigError(f"Expected {ABOUT} in {path}, got {error}") from error
+
+
+def _settings_in(line: bytes, path: Path, remedy: str) -> dict[str, Any]:
+    if not line.startswith(_HEAD):
+        raise ConfigError(f"Expected {ABOUT} in {path}, got another file; {remedy}")
+    with suppress(ValueError):
+        return json.loads(line)["settings"]
+    return {}
 
 
 def _parsed(

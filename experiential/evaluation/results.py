@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -17,11 +18,20 @@ R = TypeVar("R", bound=Record)
 
 
 def write_whole(path: Path, text: str) -> Path:
-    """Write a text file and its folder; a reader sees the old text or the new one, no part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a text file and its folder; a reader sees the old text or the new one, no part.
+
+    Raises:
+        ConfigError: it cannot be written, as on a full disk.
+    """
     draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, path)
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink()
+        raise ConfigError(f"Expected to write {path}, got {error}") from error
     return path
 
 
