@@ -39,5 +39,6 @@ def test_the_built_wheel_holds_the_suites_and_their_command(tmp_path: Path) -> N
         names = set(archive.namelist())
     assert {SUITES, "experiential/cli/bench.py"} <= names
     assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {
-        "experiential"
+        "experiential",
+        "experiential_verifiers.py",
     }

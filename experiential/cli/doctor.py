@@ -28,6 +28,7 @@ EXTRAS = {
     "alfworld": "alfworld",
     "webshop": "thefuzz",
     "bench": "matplotlib tensorboard",
+    "verifiers": "verifiers",
     "inspect": "inspect-ai",
 }
 """Distributions by extra; those of `openrlhf` are looked at by `examine_cluster`."""

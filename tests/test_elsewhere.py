@@ -1,0 +1,104 @@
+"""Environments in the trainers of other packages: the same episodes, rewards and ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import gymnasium as gym
+import pytest
+
+from experiential.agents.prompts import prompt_set
+from experiential.envs import ENVS, random_agent
+from experiential.envs.make import make
+from experiential.envs.readiness import READINESS
+
+LONGEST = 60
+"""Turns of an episode, so that one that is played at random ends in time."""
+
+
+@pytest.fixture(params=sorted(ENVS))
+def env_id(request: pytest.FixtureRequest) -> str:
+    entry = READINESS[request.param]
+    if steps := entry.missing():
+        pytest.skip(f"needs: {' && '.join(steps)}")
+    if entry.costly:
+        pytest.skip(entry.costly)
+    return request.param
+
+
+def actions_and_rewards(env_id: str, seed: int, world: int) -> tuple[list[str], list[float], bool]:
+    """Play an episode directly, by the oracle as long as it knows an action, else at random."""
+    env: gym.Env[str, str] = make(env_id)
+    seen, info = env.reset(seed=seed, options={"world": world})
+    inner: Any = env.unwrapped
+    chosen = random_agent(env, seed)
+    actions, rewards, over = list[str](), list[float](), False
+    while not over and len(actions) < LONGEST:
+        try:
+            action = inner.oracle_action()
+        except (AttributeError, ValueError):
+            action = chosen(seen, info)
+        seen, reward, terminated, truncated, info = env.step(action)
+        actions.append(action)
+        rewards.append(float(reward))
+        over = terminated or truncated
+    env.close()
+    return actions, rewards, info["success"]
+
+
+class Scripted:
+    """Stand for verifiers' agent: answer each turn with the next action, in a reply around it."""
+
+    def __init__(self, actions: list[str]) -> None:
+        self._actions = actions
+        self.asked: list[str] = []
+        self.rewards: dict[str, float] = {}
+        self.trace = SimpleNamespace(
+            record_reward=self.rewards.__setitem__, record_metric=self.rewards.__setitem__
+        )
+
+    @asynccontextmanager
+    async def interaction(self, task: Any) -> AsyncIterator[Scripted]:
+        yield self
+
+    async def turn(self, message: str) -> Any:
+        self.asked.append(message)
+        over = len(self.asked) > len(self._actions)
+        said = "" if over else f"Let me see.\n<action>{self._actions[len(self.asked) - 1]}</action>"
+        return SimpleNamespace(terminated=over, last_reply=said)
+
+
+@pytest.fixture
+def plugin() -> Any:
+    pytest.importorskip("verifiers.v1", reason="needs the extra verifiers")
+    return pytest.importorskip("experiential_verifiers")
+
+
+def test_verifiers_plays_the_same_episodes(plugin: Any, env_id: str) -> None:
+    environment = plugin.load_environment(env_id, episodes=2, seed=5)
+    tasks = list(environment.taskset)
+    assert [task.data.seed for task in tasks] == [5, 6]
+    task = tasks[1]
+    actions, rewards, success = actions_and_rewards(env_id, 6, task.data.options["world"])
+    agent = Scripted(actions)
+    asyncio.run(environment.run(task, SimpleNamespace(player=agent)))
+    assert agent.rewards == {"episode_reward": sum(rewards), "success": float(success)}
+
+
+def test_verifiers_finds_the_plug_in_by_its_id_and_its_worlds(plugin: Any) -> None:
+    import verifiers.v1 as vf
+
+    config = vf.TasksetConfig(id=plugin.ID)
+    assert vf.load_environment(plugin.TextEnvironmentConfig(taskset=config)).taskset
+    resolved = vf.utils.loaders.resolve_env_config({"taskset": {"id": plugin.ID}})
+    assert (type(resolved), resolved.player.harness.id) == (plugin.TextEnvironmentConfig, "null")
+    lake = plugin.load_environment("experiential/FrozenLake-v0", split="eval", instruction="Walk.")
+    tasks = list(lake.taskset)
+    worlds = make("experiential/FrozenLake-v0", split="eval").unwrapped.worlds  # pyright: ignore
+    assert [task.data.options["world"] for task in tasks] == worlds
+    assert tasks[0].data.system_prompt == prompt_set("full").actor_system("Walk.")
+    assert len({task.key for task in tasks}) == len(worlds)
