@@ -29,7 +29,7 @@ from experiential.errors import BackendError
 from experiential.evaluation.memories import FROZEN, NONE, MakeMemory, Memory, Setup
 from experiential.evaluation.play_log import PlayedEpisode, PlayLog, Retrieved, read_log
 from experiential.evaluation.players import Notes, Recorded, Seat, Watched
-from experiential.evaluation.suite_play import MakeActor, Plan
+from experiential.evaluation.suite_play import MakeActor, Plan, played_episode
 from experiential.evaluation.suites import SuiteTask
 from experiential.llm.metered import Meter
 from experiential.rollout import Job, Rollout, make_env, world_count
@@ -210,37 +210,39 @@ async def play_stream(
                 for position, step in stage:
                     before = learning.spent()
                     trajectory = await play_episode(rollout, step.job)
-                    world, _, visit = step.job.task.group.partition(".")
-                    noted, failed = notes.pop(step.job.task.seed), trajectory.error is not None
-                    note = {"words": trajectory.task, "instance": trajectory.instance}
-                    episode = PlayedEpisode(
-                        task=task.name,
-                        arm=key.arm,
-                        world=int(world),
-                        visit=int(visit),
-                        place={"order": key.order, "source": key.source, "position": position},
-                        seed=step.job.task.seed,
-                        task_id=trajectory.task_id,
-                        success=bool(trajectory.success),
-                        reward=task.failure if failed else trajectory.reward,
-                        turns=len(trajectory.turns),
-                        prompt_tokens=noted.spent.prompt_tokens,
-                        response_tokens=noted.spent.generated_tokens,
-                        seconds=noted.seconds,
-                        shown=int(bool(recall.advice)),
-                        error=trajectory.error,
-                        spent=noted.spent,
-                        transcript=tuple(noted.turns),
-                        end=noted.end,
-                        retrieved=recall.shown(),
-                        note=note,
-                    )
-                    learned, kept = step.learns and not failed, None
-                    if learned:
-                        kept = await asyncio.to_thread(memory.learn, trajectory_of(episode))
-                    took = (learning.spent() - before).model_dump(exclude_defaults=True)
-                    note |= {"learned": learned, "kept": kept, "memory": took}
+                    noted = notes.pop(step.job.task.seed)
+                    episode = logged(key, position, step, trajectory, noted, recall)
+                    note = episode.note | await taken_in(memory, step, episode)
+                    took = learning.spent() - before
+                    note["memory"] = took.model_dump(exclude_defaults=True)
                     keep(episode.model_copy(update={"note": note}))
+
+
+def logged(
+    key: StreamKey,
+    position: int,
+    step: Step,
+    trajectory: Trajectory,
+    noted: Notes,
+    recall: Recall,
+) -> PlayedEpisode:
+    """Return an episode as the log keeps it, before a memory has learned from it."""
+    one = played_episode(step.task, key.arm, step.job, trajectory, noted)
+    more = {
+        "place": {"order": key.order, "source": key.source, "position": position},
+        "shown": int(bool(recall.advice)),
+        "retrieved": recall.shown(),
+        "note": {"words": trajectory.task, "instance": trajectory.instance},
+    }
+    return one.model_copy(update=more)
+
+
+async def taken_in(memory: Memory, step: Step, episode: PlayedEpisode) -> dict[str, Any]:
+    """Let a memory learn from an episode, if it is to; return what the log notes of that."""
+    learned, kept = step.learns and episode.error is None, None
+    if learned:
+        kept = await asyncio.to_thread(memory.learn, trajectory_of(episode))
+    return {"learned": learned, "kept": kept}
 
 
 def stream_of(episode: PlayedEpisode) -> StreamKey:

@@ -160,8 +160,7 @@ class PlannedCell:
 
     def key(self, job: Job) -> tuple[Any, ...]:
         """Return by what the episode of a job is known in a log."""
-        world, _, visit = job.task.group.partition(".")
-        return self.task.name, self.arm, int(world), int(visit)
+        return self.task.name, self.arm, *world_and_visit(job)
 
     def missing(self, log: PlayLog) -> list[Job]:
         """Return the jobs that the log holds no result of."""
@@ -313,29 +312,44 @@ class Recorder:
                 self._log.append(one.model_copy(update={"stopped": True}))
 
     def _record(self, job: Job, trajectory: Trajectory, noted: Notes) -> PlayedEpisode:
-        task, arm, world, visit = self._cell.key(job)
         failed = trajectory.error is not None
-        return PlayedEpisode(
-            task=task,
-            arm=arm,
-            world=world,
-            visit=visit,
-            seed=job.task.seed,
-            task_id=trajectory.task_id,
-            success=bool(trajectory.success),
-            reward=self._cell.task.failure if failed else trajectory.reward,
-            turns=len(trajectory.turns),
-            prompt_tokens=noted.spent.prompt_tokens,
-            response_tokens=noted.spent.generated_tokens,
-            seconds=noted.seconds,
-            shown=len(trajectory.uses),
-            error=trajectory.error,
-            again=failed and not isinstance(noted.error, NoAnswerError),
-            spent=noted.spent,
-            transcript=tuple(noted.turns),
-            end=noted.end,
-            retrieved=tuple(noted.retrieved),
-        )
+        again = failed and not isinstance(noted.error, NoAnswerError)
+        one = played_episode(self._cell.task, self._cell.arm, job, trajectory, noted)
+        return one.model_copy(update={"again": again})
+
+
+def world_and_visit(job: Job) -> tuple[int, int]:
+    """Return the index of a job's world and the number of the visit to it."""
+    world, _, visit = job.task.group.partition(".")
+    return int(world), int(visit)
+
+
+def played_episode(
+    task: SuiteTask, arm: str, job: Job, trajectory: Trajectory, noted: Notes
+) -> PlayedEpisode:
+    """Return what a log keeps of an episode."""
+    world, visit = world_and_visit(job)
+    failed = trajectory.error is not None
+    return PlayedEpisode(
+        task=task.name,
+        arm=arm,
+        world=world,
+        visit=visit,
+        seed=job.task.seed,
+        task_id=trajectory.task_id,
+        success=bool(trajectory.success),
+        reward=task.failure if failed else trajectory.reward,
+        turns=len(trajectory.turns),
+        prompt_tokens=noted.spent.prompt_tokens,
+        response_tokens=noted.spent.generated_tokens,
+        seconds=noted.seconds,
+        shown=len(trajectory.uses),
+        error=trajectory.error,
+        spent=noted.spent,
+        transcript=tuple(noted.turns),
+        end=noted.end,
+        retrieved=tuple(noted.retrieved),
+    )
 
 
 def results_of(
