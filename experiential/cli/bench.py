@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 FOLDER = Path("runs/benchmarks")
 """Where results go by default."""
 GOES_ON = "The same command goes on with what is left.\n"
-_WIDE = 170
+WIDE = 170
 """Columns of a table that is not shown in a terminal."""
 _OF_AGENT = (
     "backend backend_option dtype temperature max_tokens constrain history instruction replies"
@@ -236,13 +236,9 @@ def run(
     from experiential.evaluation.players import SEATS
     from experiential.evaluation.results import write_whole
     from experiential.evaluation.suite_play import Plan, plan_cells, results_of
-    from experiential.evaluation.suites import find_data, find_suite
 
-    find_data()
     options = dict(context.params)
-    chosen = find_suite(suite, tasks.split(",") if tasks else None)
-    chosen = chosen.with_made_data() if made else chosen
-    chosen = chosen.with_split(split) if split else chosen
+    chosen = chosen_suite(options)
     wanted = arms_of(options)
     facts = chosen.ready()
     named = model_of(options) if agent == "llm" or learn else None
@@ -250,7 +246,7 @@ def run(
     file = results or FOLDER / f"{file_name(chosen, agent, named, seed)}.json"
     slots = slots or (8 if agent == "llm" else 1)
     plan = Plan(episodes, visits, seed, split, slots, search_and_ask, SEATS.get(agent))
-    settings = settings_of(chosen, facts, options, named)
+    settings = settings_of(chosen, facts, options, _OF_RUN, named)
     second = None if bank is None else open_bank(options, wanted, file)
     if second is not None and set(wanted) & READING:
         with second.open() as opened:
@@ -274,15 +270,24 @@ def run(
         done = results_of(log, cells, settings)
     if done.cells:
         write_whole(file, done.model_dump_json(indent=1) + "\n")
-        source = "MADE DATA, not that of" if any(one.data == "made" for one in facts) else "as in"
         title = title_of(chosen, facts, agent, seed)
-        show_results(title, f"{source} {chosen.source}", done, file)
+        show_results(title, source_of(chosen, facts), done, file)
     if stopped is not None:
         return complain(stopped, 1)
     if code:
         sys.stderr.write(GOES_ON)  # `exit_code` says that it was interrupted
         return code
     return int(any(task["failed"] == task["episodes"] for task in done.report["tasks"]))
+
+
+def chosen_suite(options: dict[str, Any]) -> Suite:
+    """Return the suite that the options name, with the tasks, data and split that they ask for."""
+    from experiential.evaluation.suites import find_data, find_suite
+
+    find_data()
+    chosen = find_suite(options["suite"], options["tasks"].split(",") if options["tasks"] else None)
+    chosen = chosen.with_made_data() if options["made"] else chosen
+    return chosen.with_split(options["split"]) if options["split"] else chosen
 
 
 def arms_of(options: dict[str, Any]) -> list[Arm]:
@@ -385,11 +390,8 @@ def play(
         BackendError: the server is down.
     """
     from experiential.agents.extractor import ExtractorAgent
-    from experiential.cli.preflight import check_model
     from experiential.evaluation.suite_play import play_cell
     from experiential.llm.metered import Metered
-    from experiential.llm.models import open_model
-    from experiential.training.roles import prompt_set_name
 
     missing = sum(len(cell.missing(log)) for cell in cells)
     if not missing:
@@ -397,11 +399,7 @@ def play(
     total = sum(len(cell.jobs) for cell in cells)
     limit: float | None = options["max_cost"]
     with ExitStack() as stack:
-        llm, prompts = None, "full"
-        if named is not None:
-            named = within(named, limit, log.cost)
-            check_model(named)
-            llm, prompts = stack.enter_context(closing(open_model(named))), prompt_set_name(named)
+        llm, prompts = opened_model(stack, named, limit, log.cost)
         make_actor = actor_maker(options, llm, prompts, function)
         if options["learn"] and bank is not None and llm is not None:
             metered = Metered(llm, bank.meter)
@@ -417,6 +415,26 @@ def play(
         except BudgetError:
             within(named, limit, log.cost)
             raise
+
+
+def opened_model(
+    stack: ExitStack, named: ModelSettings | None, limit: float | None, spent: float
+) -> tuple[LLM | None, str]:
+    """Open a model until the stack is closed; return it and the name of its prompts.
+
+    Raises:
+        BudgetError: the limit is reached.
+        ConfigError: the model does not answer.
+    """
+    from experiential.cli.preflight import check_model
+    from experiential.llm.models import open_model
+    from experiential.training.roles import prompt_set_name
+
+    if named is None:
+        return None, "full"
+    named = within(named, limit, spent)
+    check_model(named)
+    return stack.enter_context(closing(open_model(named))), prompt_set_name(named)
 
 
 def within(named: ModelSettings | None, limit: float | None, spent: float) -> ModelSettings:
@@ -506,20 +524,28 @@ def title_of(suite: Suite, facts: Sequence[TaskFacts], agent: str, seed: int) ->
     return "\n".join([f"{suite.name}: {agent}, seed {seed}", *(one.line() for one in facts)])
 
 
+def source_of(suite: Suite, facts: Sequence[TaskFacts]) -> str:
+    """Return the source of a suite in words, and whether its data are that of it."""
+    source = "MADE DATA, not that of" if any(one.data == "made" for one in facts) else "as in"
+    return f"{source} {suite.source}"
+
+
 def settings_of(
     suite: Suite,
     facts: Sequence[TaskFacts],
     options: dict[str, Any],
+    names: Sequence[str],
     named: ModelSettings | None,
 ) -> dict[str, Any]:
     """Return all that decides the outcome of an episode; a log holds episodes of one such setting.
 
-    ``named`` is the model that the agent or an extractor asks, if any. Where it is does not matter.
+    ``names`` are the options that count whatever the agent is. ``named`` is the model that the
+    agent or an extractor asks, if any. Where it is does not matter.
     """
     from experiential.evaluation.cell import package_version
     from experiential.llm.hosted import NEUTRAL
 
-    given = {name: options[name] for name in (*_OF_RUN, *(_OF_AGENT if named else ()))}
+    given = {name: options.get(name) for name in (*names, *(_OF_AGENT if named else ()))}
     if named is not None:
         given["model"] = named.name
     if more := given.get("backend_option"):
@@ -539,7 +565,7 @@ def settings_of(
 
 def show_results(title: str, source: str, done: SuiteResults, file: Path) -> None:
     """Print the report, why episodes failed, what was spent, and where the results are."""
-    console = Console(width=None if sys.stdout.isatty() else _WIDE)
+    console = Console(width=None if sys.stdout.isatty() else WIDE)
     console.print(report_table(title, done.report))
     show_line(console, source)
     for task in done.report["tasks"]:
@@ -553,6 +579,12 @@ def show_results(title: str, source: str, done: SuiteResults, file: Path) -> Non
         if words := [f"{role} {one.describe()}" for role, one in shares if one.requests]:
             show_line(console, f"{task['task']} ({task['arm']}) spent: {'; '.join(words)}")
     show_line(console, f"results: {file}; episodes with transcripts: {file.with_suffix('.jsonl')}")
+
+
+def interval_text(interval: dict[str, float], scale: float, shape: str) -> str:
+    """Return an interval in words, each number times ``scale`` and in a format."""
+    ends = (format(scale * interval[end], shape) for end in ("mean", "low", "high"))
+    return "{} [{}, {}]".format(*ends)
 
 
 def report_table(title: str, found: dict[str, Any]) -> Table:
@@ -570,8 +602,7 @@ def report_table(title: str, found: dict[str, Any]) -> Table:
         sign = "" if "arm" in row else "+"
         measured: list[str] = []
         for name, (_, scale, shape) in _SHAPES.items():
-            ends = (format(scale * row[name][end], sign + shape) for end in ("mean", "low", "high"))
-            measured.append("{} [{}, {}]".format(*ends))
+            measured.append(interval_text(row[name], scale, sign + shape))
         counts = (str(row.get(name, "")) for name in ("episodes", "failed"))
         last = row is found["tasks"][-1]
         played = " ".join(str(row[name]) for name in ("data", "split", "digest") if row.get(name))

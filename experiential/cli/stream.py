@@ -10,10 +10,10 @@ Every episode stands in the log when it has ended; the same command goes on afte
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -25,12 +25,17 @@ from typer import Option
 from experiential.cli.bench import (
     FOLDER,
     GOES_ON,
+    WIDE,
     actor_maker,
+    chosen_suite,
     file_name,
     find_function,
+    interval_text,
     model_of,
+    opened_model,
+    settings_of,
+    source_of,
     title_of,
-    within,
 )
 from experiential.cli.options import Backend, BackendOption, BaseUrl, Embedder, KeyEnv
 from experiential.cli.progress import Progress
@@ -38,17 +43,18 @@ from experiential.cli.rows import show_line
 from experiential.errors import ConfigError
 
 if TYPE_CHECKING:
-    from experiential.evaluation.suites import Suite, TaskFacts
+    from experiential.bank.extractor import Extractor
+    from experiential.config import ModelSettings
+    from experiential.evaluation.memories import MakeMemory
+    from experiential.evaluation.play_log import PlayLog
+    from experiential.evaluation.stream import StreamPlan
+    from experiential.evaluation.suites import Suite
+    from experiential.llm.metered import Meter
 
 ARMS = "none,trajectory,bm25,template,bank,bank-frozen,bank-shuffled"
-_WIDE = 150
-"""Columns of a table that is not shown in a terminal."""
-_OF_AGENT = (
-    "backend model dtype temperature max_tokens constrain history instruction replies"
-).split()
 _OF_STREAM = "agent episodes visits seed freeze_after k embedder".split()
-"""Options that decide what is played; the former only where a language model is asked. More arms,
-orders and transfers only add to a log.
+"""Options that decide what is played, besides those of a model. More arms, orders and transfers
+only add to a log.
 """
 _COLUMNS = {
     "success": ("success, %", 100.0, ".1f"),
@@ -153,124 +159,118 @@ def stream(
     Every arm meets the same episodes in the same orders. The model that plays also distils for the
     arms with a bank; without --agent llm a fixed template does, and `template` is `bank`.
     """
-    from experiential.agents.extractor import ExtractorAgent
-    from experiential.bank.extractor import Extractor
-    from experiential.bank.index.embed import CachedEmbedder, resolve_embedder
-    from experiential.cli.preflight import check_model
-    from experiential.evaluation.memories import TemplateExtractor, find_memory
+    from experiential.evaluation.memories import find_memory
     from experiential.evaluation.play_log import PlayLog
     from experiential.evaluation.players import SEATS
     from experiential.evaluation.results import write_whole
-    from experiential.evaluation.stream import StreamPlan, Tools, finished, play_streams, stream_of
+    from experiential.evaluation.stream import finished
     from experiential.evaluation.stream_report import report
-    from experiential.evaluation.suites import find_data, find_suite
-    from experiential.llm.metered import Meter, Metered
-    from experiential.llm.models import open_model
-    from experiential.training.roles import prompt_set_name
 
-    find_data()
-    chosen = find_suite(suite, tasks.split(",") if tasks else None)
-    chosen = chosen.with_made_data() if made else chosen
-    chosen = chosen.with_split(split) if split else chosen
+    options = dict(context.params)
+    chosen = chosen_suite(options)
     facts = chosen.ready()
-    if transfer and len(chosen.tasks) < 2:
-        raise ConfigError(
-            f"Expected a suite of several tasks for --transfer, got {chosen.name} with one; choose"
-            " another --suite, or leave out --tasks"
-        )
-    named = list(dict.fromkeys(arms.split(",")))
-    if agent != "llm" and "bank" in named and "template" in named:
-        named.remove("template")  # the same without a model that distils
-    plan = StreamPlan(
-        tasks=chosen.tasks,
-        arms=tuple(named),
-        episodes=episodes,
-        visits=visits,
-        orders=orders,
-        seed=seed,
-        transfer=transfer,
-        freeze_after=freeze_after,
-        slots=slots or (8 if agent == "llm" else 1),
-        seat=SEATS.get(agent),
-    )
-    memories = {name: find_memory(name) for name in named}
-    sizes = [(len(plan.steps(key)), key) for key in plan.streams()]
-    total = sum(size for size, _ in sizes)
-    console = Console(width=None if sys.stdout.isatty() else _WIDE)
+    plan = plan_of(chosen, options)
+    memories = {name: find_memory(name) for name in plan.arms}
+    console = Console(width=None if sys.stdout.isatty() else WIDE)
     if dry_run:
-        turns = max(task.turns for task in chosen.tasks)
-        line = f"{len(sizes)} streams, {total:,} episodes of at most {turns} steps"
-        show_line(console, f"{line}: at most {total * turns:,} replies of the agent")
+        show_line(console, describe_streams(plan))
         return 0
-    known, settings = None, settings_of(chosen, facts, context.params)
-    if agent == "llm":
-        known = model_of(context.params)
-        check_model(known)
-        settings["model"] = known.name
+    known = model_of(options) if agent == "llm" else None
+    function = None if agent in ("llm", *SEATS) else find_function(agent)
+    settings = settings_of(chosen, facts, options, _OF_STREAM, known)
     file = results or FOLDER / f"stream-{file_name(chosen, agent, known, seed)}.jsonl"
     if not file.name or os.path.isdir(file) or file.suffix == ".json":
         raise ConfigError(
             f"Expected --results to be a JSON Lines file, beside which the report goes with the"
             f" ending .json, got {file}"
         )
-    with ExitStack() as stack:
-        llm, prompts = None, "full"
-        remedy = "use --overwrite or another --results"
-        log = stack.enter_context(PlayLog(file, settings, overwrite=overwrite, remedy=remedy))
-        if known is not None:
-            llm = stack.enter_context(closing(open_model(within(known, max_cost, log.cost))))
-            prompts = prompt_set_name(known)
-
-        def extractor(meter: Meter) -> Extractor:
-            if llm is None:
-                return TemplateExtractor()
-            return ExtractorAgent(Metered(llm, meter), prompts=prompts, seed=seed)
-
-        function = None if agent in ("llm", *SEATS) else find_function(agent)
-
-        tools = Tools(
-            make_actor=actor_maker(context.params, llm, prompts, function),
-            make_extractor=extractor,
-            memories=memories,
-            embedder=CachedEmbedder(resolve_embedder(embedder)),
-            k=k,
-        )
-        wanted = {key for _, key in sizes}
-        before = sum(stream_of(one) in wanted for one in log.episodes.values())
+    remedy = "use --overwrite or another --results"
+    with PlayLog(file, settings, overwrite=overwrite, remedy=remedy) as log:
         try:
-            with Progress(total, before) as progress:
-                asyncio.run(play_streams(plan, tools, log, progress.note))
+            play(plan, options, known, function, memories, log)
         except KeyboardInterrupt:
             sys.stderr.write(GOES_ON)  # `exit_code` says that it was interrupted
             return 130
         found = report(finished(plan, log.episodes.values()))
-    write_whole(file.with_suffix(".json"), _as_json({"settings": settings, **found}))
+    text = json.dumps({"settings": settings, **found}, indent=1)
+    write_whole(file.with_suffix(".json"), text + "\n")
     console.print(report_table(title_of(chosen, facts, agent, seed), found))
-    source = "MADE DATA, not that of" if any(one.data == "made" for one in facts) else "as in"
-    show_line(console, f"{source} {chosen.source}")
+    show_line(console, source_of(chosen, facts))
     show_line(console, f"episodes: {file}; report: {file.with_suffix('.json')}")
     return 0
 
 
-def settings_of(
-    suite: Suite, facts: Sequence[TaskFacts], options: dict[str, Any]
-) -> dict[str, Any]:
-    """Return all that decides what is played; episodes of other settings are never mixed."""
-    from experiential.evaluation.cell import package_version
+def plan_of(suite: Suite, options: dict[str, Any]) -> StreamPlan:
+    """Return the streams that the options ask for; refuse options that do not fit together."""
+    from experiential.evaluation.players import SEATS
+    from experiential.evaluation.stream import StreamPlan
 
-    names = (*_OF_STREAM, *(_OF_AGENT if options["agent"] == "llm" else ()))
-    return {
-        "suite": suite.name,
-        "tasks": [
-            {**one.model_dump(), "kwargs": task.kwargs, "turns": task.turns}
-            for task, one in zip(suite.tasks, facts, strict=True)
-        ],
-        **{
-            name: str(value) if isinstance(value := options[name], Path) else value
-            for name in names
-        },
-        "version": package_version(),
-    }
+    if options["transfer"] and len(suite.tasks) < 2:
+        raise ConfigError(
+            f"Expected a suite of several tasks for --transfer, got {suite.name} with one; choose"
+            " another --suite, or leave out --tasks"
+        )
+    agent, arms = options["agent"], list(dict.fromkeys(options["arms"].split(",")))
+    if agent != "llm" and "bank" in arms and "template" in arms:
+        arms.remove("template")  # the same without a model that distils
+    same = ("episodes", "visits", "orders", "seed", "transfer", "freeze_after")
+    return StreamPlan(
+        tasks=suite.tasks,
+        arms=tuple(arms),
+        slots=options["slots"] or (8 if agent == "llm" else 1),
+        seat=SEATS.get(agent),
+        **{name: options[name] for name in same},
+    )
+
+
+def describe_streams(plan: StreamPlan) -> str:
+    """Return how much a plan would play at most."""
+    sizes = [len(plan.steps(key)) for key in plan.streams()]
+    total, turns = sum(sizes), max(task.turns for task in plan.tasks)
+    line = f"{len(sizes)} streams, {total:,} episodes of at most {turns} steps"
+    return f"{line}: at most {total * turns:,} replies of the agent"
+
+
+def play(
+    plan: StreamPlan,
+    options: dict[str, Any],
+    known: ModelSettings | None,
+    function: Any,
+    memories: dict[str, MakeMemory],
+    log: PlayLog,
+) -> None:
+    """Play what the log lacks.
+
+    Raises:
+        BackendError: the agent or its model failed.
+        BudgetError: ``--max-cost`` is reached.
+        ConfigError: the model does not answer, or an environment cannot be made.
+    """
+    from experiential.agents.extractor import ExtractorAgent
+    from experiential.bank.index.embed import CachedEmbedder, resolve_embedder
+    from experiential.evaluation.memories import TemplateExtractor
+    from experiential.evaluation.stream import Tools, play_streams, stream_of
+    from experiential.llm.metered import Metered
+
+    with ExitStack() as stack:
+        llm, prompts = opened_model(stack, known, options["max_cost"], log.cost)
+
+        def extractor(meter: Meter) -> Extractor:
+            if llm is None:
+                return TemplateExtractor()
+            return ExtractorAgent(Metered(llm, meter), prompts=prompts, seed=plan.seed)
+
+        tools = Tools(
+            make_actor=actor_maker(options, llm, prompts, function),
+            make_extractor=extractor,
+            memories=memories,
+            embedder=CachedEmbedder(resolve_embedder(options["embedder"])),
+            k=options["k"],
+        )
+        sizes = {key: len(plan.steps(key)) for key in plan.streams()}
+        before = sum(stream_of(one) in sizes for one in log.episodes.values())
+        progress = stack.enter_context(Progress(sum(sizes.values()), before))
+        asyncio.run(play_streams(plan, tools, log, progress.note))
 
 
 def report_table(title: str, found: dict[str, Any]) -> Table:
@@ -289,13 +289,7 @@ def report_table(title: str, found: dict[str, Any]) -> Table:
         task = row["source"] if row["task"] in ("", row["source"]) else _pair(row)
         cells: list[str] = []
         for name, (_, scale, shape) in _COLUMNS.items():
-            value = row[name]
-            ends = (
-                [format(scale * value[end], shape) for end in ("mean", "low", "high")]
-                if value
-                else ()
-            )
-            cells.append("{} [{}, {}]".format(*ends) if ends else "")
+            cells.append(interval_text(row[name], scale, shape) if row[name] else "")
         orders = row.get("by_order", [])
         spread = f"{100 * min(orders):.0f} to {100 * max(orders):.0f}" if len(orders) > 1 else ""
         played = str(row.get("episodes", ""))
@@ -305,9 +299,3 @@ def report_table(title: str, found: dict[str, Any]) -> Table:
 
 def _pair(row: dict[str, Any]) -> str:
     return f"{row['source']} → {row['task']}"
-
-
-def _as_json(value: Any) -> str:
-    import json
-
-    return json.dumps(value, indent=1) + "\n"
