@@ -264,6 +264,7 @@ def test_all_arms_read_the_bank_as_it_was_while_one_lets_it_grow(
         (("--agent", "random", "--results", "/dev/null/r.json"), "Expected to write a log"),
         (("--agent", "random", "--results", "r" * 300), "File name too long"),
         (("--agent", "random", "--seed", "-1"), "greater than or equal to 0"),
+        (("--temperature", "-1"), "greater than or equal to 0"),
         (("--model", "tiny", "--max-cost", "3"), "Expected a server (--base-url) with --max-cost"),
         (("--base-url", "http://127.0.0.1:9", "--extra-body", "["), "--extra-body to be JSON"),
         (("--base-url", "http://127.0.0.1:9", "--extra-body", "3"), "a JSON object"),

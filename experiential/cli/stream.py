@@ -141,7 +141,7 @@ def stream(
     ] = None,
     dtype: Annotated[Literal["float32", "bfloat16"], Option(help="Of a local model.")] = "float32",
     device: Annotated[str, Option(help="Of a local model.")] = "auto",
-    temperature: Annotated[float, Option(help="Of sampling; 0 is greedy.")] = 0.0,
+    temperature: Annotated[float, Option(min=0, help="Of sampling; 0 is greedy.")] = 0.0,
     max_tokens: Annotated[int, Option(min=1, help="Of a response.")] = 256,
     history: Annotated[
         int | None, Option(min=0, help="Past turns that are shown.  [default: all]")
