@@ -1,4 +1,4 @@
-"""Connect agents and games of other packages: their transcripts, their environments, their trainer.
+"""Connect agents, games and trainers of other packages: transcripts, environments both ways.
 
 None of these packages is a dependency; each is imported when it is used. Frameworks that already
 speak OpenAI messages need no adapter: ``ep.extend(messages)`` takes those of the OpenAI client,
@@ -14,10 +14,14 @@ from typing import Any, Unpack, get_args
 
 import gymnasium as gym
 
+from experiential.agents.actor import extract_action
+from experiential.agents.prompts import prompt_set
 from experiential.bank.episode import EpisodeOptions
 from experiential.bank.manager import ExperienceManager
 from experiential.bank.protocol import Bank
+from experiential.envs import ENVS, random_agent
 from experiential.envs.arguments import one_of
+from experiential.envs.make import make
 from experiential.envs.split import Split
 from experiential.envs.text_env import Info, Step, TextEnv
 from experiential.errors import ConfigError
@@ -259,3 +263,66 @@ def trl_environment(
             return self._episode.reward
 
     return TextEnvironment
+
+
+def register_with_gem() -> None:
+    """Register every environment of this package with GEM, for ``gem.make(id, **arguments)``.
+
+    Arguments are those of `gem_env`. Caveat: a GEM ``AsyncVectorEnv`` that spawns its processes
+    must register in each of them.
+    """
+    known = import_module("gem.envs.registration").ENV_REGISTRY
+    for name in ENVS:
+        if name not in known:
+            import_module("gem").register(name, "experiential.adapters:gem_env", name=name)
+
+
+def gem_env(name: str, *, seed: int | None = None, instruction: str = "", **arguments: Any) -> Any:
+    """Return a text environment as a ``gem.Env`` (package ``gem-llm``).
+
+    Its actions are whole replies of a model: the last ``<action>`` counts, else the last line, as
+    the first observation says.
+
+    Args:
+        name: for `experiential.envs.make.resolve_env`, such as ``experiential/Vault-v0``.
+        seed: of the first reset that names none.
+        instruction: said to the model about the environment, before the format of an action.
+        **arguments: those of the environment, such as ``split``.
+    """
+
+    class TextGame(import_module("gem").Env):
+        def __init__(self) -> None:
+            self._env = make(name, **arguments)
+            self._seed = seed
+            self._random = random_agent(self._env, seed or 0)
+
+        def reset(
+            self, seed: int | None = None, options: dict[str, Any] | None = None
+        ) -> tuple[str, Info]:
+            """Begin an episode; ``options={"world": i}`` picks its world."""
+            seed, self._seed = self._seed if seed is None else seed, None
+            self._seen, self._info = self._env.reset(seed=seed, options=options)
+            return f"{prompt_set('full').actor_system(instruction)}\n\n{self._seen}", self._info
+
+        def step(self, action: str) -> Step:
+            """Play the action of a reply."""
+            played = self._env.step(extract_action(action))
+            self._seen, reward, terminated, truncated, self._info = played
+            return self._seen, float(reward), terminated, truncated, self._info
+
+        def sample_random_action(self) -> str:
+            """Return a reply with a random action."""
+            return f"<action>{self._random(self._seen, self._info)}</action>"
+
+        def spawn(self, same_state: bool = False, **changed: Any) -> Any:
+            """Return another environment of the same or changed arguments, not yet reset."""
+            if same_state:
+                raise NotImplementedError("Expected same_state=False: a running game has no copy")
+            given: dict[str, Any] = {"instruction": instruction, **arguments, **changed}
+            return gem_env(name, **given)
+
+        def close(self) -> None:
+            """Close the environment."""
+            self._env.close()
+
+    return TextGame()

@@ -11,6 +11,7 @@ from typing import Any
 import gymnasium as gym
 import pytest
 
+from experiential.adapters import register_with_gem
 from experiential.agents.prompts import prompt_set
 from experiential.envs import ENVS, random_agent
 from experiential.envs.make import make
@@ -102,3 +103,38 @@ def test_verifiers_finds_the_plug_in_by_its_id_and_its_worlds(plugin: Any) -> No
     assert [task.data.options["world"] for task in tasks] == worlds
     assert tasks[0].data.system_prompt == prompt_set("full").actor_system("Walk.")
     assert len({task.key for task in tasks}) == len(worlds)
+
+
+def test_gem_plays_the_same_episodes(env_id: str) -> None:
+    gem = pytest.importorskip("gem", reason="needs the package gem-llm")
+    register_with_gem()
+    register_with_gem()  # again does nothing
+    actions, rewards, success = actions_and_rewards(env_id, 3, 0)
+    game = gem.make(env_id, seed=3, instruction="Win.")
+    seen, info = game.reset(options={"world": 0})
+    assert seen.startswith(prompt_set("full").actor_system("Win."))
+    got, over = list[float](), False
+    for action in actions:
+        assert not over
+        reply = f"So be it.\n<action>{action}</action>"
+        _, reward, terminated, truncated, info = game.step(reply)
+        got.append(reward)
+        over = terminated or truncated
+    assert over or len(actions) == LONGEST
+    assert (got, info["success"]) == (rewards, success)
+    game.close()
+
+
+def test_gem_makes_several_at_once_and_spawns_and_draws_actions() -> None:
+    gem = pytest.importorskip("gem", reason="needs the package gem-llm")
+    register_with_gem()
+    games = gem.make_vec(["experiential/FrozenLake-v0"] * 2, seed=4)
+    seen, _ = games.reset()
+    assert seen[0] != seen[1]
+    one = games.envs[0].spawn()
+    first, _ = one.reset(seed=4)
+    assert first == seen[0]
+    reply = one.sample_random_action()
+    assert not one.step(reply)[4]["invalid"]
+    with pytest.raises(NotImplementedError):
+        one.spawn(same_state=True)
