@@ -74,9 +74,12 @@ class TextTaskset(vf.Taskset[TextTask, TextTasksetConfig]):
 
 
 class TextEnvironmentConfig(vf.EnvConfig):
-    """Name the one agent, the player: by default a chat without tools."""
+    """Name the one agent, the player: by default a chat without tools, in a process here.
 
-    player: vf.AgentConfig = vf.AgentConfig(harness={"id": "null"})
+    Such a chat runs no code, so it needs none of the remote machines that verifiers defaults to.
+    """
+
+    player: vf.AgentConfig = vf.AgentConfig(harness={"id": "null"}, runtime={"type": "subprocess"})
 
 
 class TextEnvironment(vf.Env[TextEnvironmentConfig]):

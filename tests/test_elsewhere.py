@@ -96,7 +96,8 @@ def test_verifiers_finds_the_plug_in_by_its_id_and_its_worlds(plugin: Any) -> No
     config = vf.TasksetConfig(id=plugin.ID)
     assert vf.load_environment(plugin.TextEnvironmentConfig(taskset=config)).taskset
     resolved = vf.utils.loaders.resolve_env_config({"taskset": {"id": plugin.ID}})
-    assert (type(resolved), resolved.player.harness.id) == (plugin.TextEnvironmentConfig, "null")
+    assert type(resolved) is plugin.TextEnvironmentConfig
+    assert (resolved.player.harness.id, resolved.player.runtime.type) == ("null", "subprocess")
     lake = plugin.load_environment("experiential/FrozenLake-v0", split="eval", instruction="Walk.")
     tasks = list(lake.taskset)
     worlds = make("experiential/FrozenLake-v0", split="eval").unwrapped.worlds  # pyright: ignore
