@@ -146,6 +146,17 @@ def test_crossep_emb_is_200_games_of_six_types_and_30_transfers() -> None:
     assert all(task.kwargs["task_types"] == [task.name] for task in suite.tasks)
 
 
+@pytest.mark.skipif(find_spec("bfcl_eval") is None, reason="bfcl-eval is not installed")
+def test_the_oracle_wins_each_api_and_the_twelve_transfers_between_them(tmp_path: Path) -> None:
+    ours, base = find_suite("crossep-tool").tasks, find_suite("bfcl-base").tasks
+    assert {task.kwargs["category"] for task in ours} == {"ours"} and len(ours) == 4
+    assert sum(task.worlds or 0 for task in base) == 200
+    small = ["--episodes", "3", "--orders", "1", "--arms", "none,bm25", "--agent", "oracle"]
+    rows = played(tmp_path / "a.jsonl", *COMMAND, "--suite", "bfcl-base", "--transfer", *small)
+    assert len(rows) == 4 + 4 + 12
+    assert all(row["success"]["mean"] == 1.0 for row in rows.values())
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("fast_downward") is None, reason="alfworld is not installed")
 def test_made_households_are_played_by_type_and_the_oracle_wins_them(

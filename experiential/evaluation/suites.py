@@ -253,6 +253,32 @@ _CROSSEP_EMB = Suite(
     "EvoMemBench (arXiv 2605.18421), CrossEp-Emb: 200 games in six types, 20 turns; its protocol is"
     " bench stream --transfer",
 )
+_BFCL = tuple(
+    Suite(
+        name,
+        tuple(
+            SuiteTask(
+                api,
+                "experiential/BFCL-v0",
+                {"category": category, "api": api},
+                turns=200,  # BFCL's own limit is 20 replies with calls in each of the user's turns
+                split="all",
+                worlds=50,
+            )
+            for api in ("gorilla_fs", "vehicle_control", "trading_bot", "travel_api")
+        ),
+        source,
+    )
+    for name, category, source in (
+        ("bfcl-base", "base", "BFCL, multi_turn_base: 200 dialogues over four APIs"),
+        (
+            "crossep-tool",
+            "ours",
+            "EvoMemBench (arXiv 2605.18421), CrossEp-Tool: 200 dialogues of its own over four APIs,"
+            " BFCL_DATA=bfcl_eval of its repository; its protocol is bench stream --transfer",
+        ),
+    )
+)
 _SUITES = (
     Suite("room", (_ROOM,), f"{COMPLEMENTARY}, C.1 (Room-Ultimate-5x5) and C.2 (30 turns)"),
     Suite(
@@ -285,6 +311,7 @@ _SUITES = (
     ),
     *_OFFICIAL,
     _CROSSEP_EMB,
+    *_BFCL,
     Suite(
         "vault",
         (SuiteTask("vault", "experiential/Vault-v0", {"worlds": 12}, turns=2),),

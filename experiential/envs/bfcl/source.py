@@ -150,7 +150,8 @@ class Source:
         files = sorted((self.folder / folder).glob(f"BFCL_v*_multi_turn_{category}.json"))
         if not files:
             raise ConfigError(
-                f"Expected BFCL_v4_multi_turn_{category}.json in {self.folder / folder}, got none"
+                f"Expected BFCL_v4_multi_turn_{category}.json in {self.folder / folder}, got none;"
+                " point BFCL_DATA to a folder bfcl_eval that has it (docs/envs/bfcl.md)"
             )
         for line, row in _json_lines(files[-1]):
             yield str(files[-1]), line, row
