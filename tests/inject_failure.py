@@ -15,6 +15,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -71,15 +72,16 @@ def inject(kind: str, moment: int) -> None:
 
         VaultEnv.step = env_step
         return
-    if kind == "callback":  # of the event loop, which only logs what it raises
-        plain_resolve: Any = sync._resolve
+    if kind == "callback":  # of the trainer's event loop, which only logs what it raises
+        plain_resolve: Any = sync._resolve  # pyright: ignore[reportPrivateUsage]
 
         def resolve(*arguments: Any) -> None:
-            if late():
+            if threading.current_thread() is threading.main_thread() and late():
+                sync._resolve = plain_resolve  # pyright: ignore[reportPrivateUsage]
                 fail("disk")
             plain_resolve(*arguments)
 
-        sync._resolve = resolve
+        sync._resolve = resolve  # pyright: ignore[reportPrivateUsage]
         return
     if kind == "gpu-memory":
         plain_loss: Any = LocalRuntime._loss  # pyright: ignore[reportPrivateUsage]
