@@ -189,10 +189,23 @@ def test_a_memory_of_the_users_has_two_methods_and_is_taught_again_on_resume(
     fifteenth = lines(tmp_path / "whole.jsonl")[-1]["transcript"][0]["observation"].split("\n")[0]
     monkeypatch.setenv("READER_FAILS_ON", fifteenth)
     assert run_app(app, [*own, "--results", str(results)]) == 1
-    assert "no answer; the same command goes on" in capsys.readouterr().err
+    assert "no answer; the same command without --overwrite goes on" in capsys.readouterr().err
     assert 1 < len(results.read_text().splitlines()) < 2 * 2 * WORLDS
     monkeypatch.delenv("READER_FAILS_ON")
     assert played(results, *own) == whole
+
+
+def test_options_of_a_server_are_those_of_bench_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [*VAULT, "--agent", "llm", "--results", str(tmp_path / "a.jsonl")]
+    assert run_app(app, [*asked, "--timeout", "9"]) == 2
+    assert "a server (--base-url) with --timeout" in capsys.readouterr().err
+    hosted = [*asked, "--base-url", "http://127.0.0.1:9/v1", "--model", "m"]
+    assert run_app(app, [*hosted, "--extra-body", "{"]) == 2
+    assert "Expected --extra-body to be JSON" in capsys.readouterr().err
+    assert run_app(app, [*hosted, "--retries", "0", "--concurrency", "1", "--timeout", "1"]) != 0
+    assert "127.0.0.1:9" in capsys.readouterr().err
 
 
 class Counting(TemplateExtractor):

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 from rich.console import Console
@@ -30,13 +30,32 @@ from typer import Option
 
 from experiential.cli.errors import complain, new_app
 from experiential.cli.options import (
+    Agent,
     AsJson,
     Backend,
     BackendOption,
     BaseUrl,
+    Concurrency,
+    Constrain,
+    Device,
+    Dtype,
     Embedder,
+    ExtraBody,
+    History,
+    Instruction,
     KeyEnv,
+    Made,
+    MaxTokens,
     Namespace,
+    Price,
+    Replies,
+    Retries,
+    SplitName,
+    SuiteName,
+    TaskNames,
+    Temperature,
+    Timeout,
+    Visits,
     named_model,
 )
 from experiential.cli.progress import Progress
@@ -61,6 +80,9 @@ if TYPE_CHECKING:
 FOLDER = Path("runs/benchmarks")
 """Where results go by default."""
 GOES_ON = "The same command goes on with what is left.\n"
+"""Said after an interruption."""
+STOPPED = "the same command without --overwrite goes on with what is left"
+"""Said after an error of the model or its budget."""
 WIDE = 170
 """Columns of a table that is not shown in a terminal."""
 _OF_AGENT = (
@@ -116,27 +138,17 @@ def suites(as_json: AsJson = False) -> None:
 @app.command()
 def run(
     context: typer.Context,
-    suite: Annotated[
-        str, Option(help="A name of `experiential bench suites`, or module:attribute.")
-    ],
-    tasks: Annotated[
-        str | None, Option(help="Only these tasks of the suite, with commas between them.")
-    ] = None,
-    agent: Annotated[
-        str, Option(help="llm, random, oracle, or module:function of observation and info.")
-    ] = "llm",
+    suite: SuiteName,
+    tasks: TaskNames = None,
+    agent: Agent = "llm",
     episodes: Annotated[
         int | None,
         Option(min=1, help="Of each task and arm.  [default: all of an official set, else 100]"),
     ] = None,
-    visits: Annotated[int, Option(min=1, help="How many of the episodes meet the same world.")] = 1,
+    visits: Visits = 1,
     seed: Annotated[int, Option(min=0, help="Seed of worlds, episodes and sampling.")] = 0,
-    split: Annotated[
-        str | None, Option(help="Split of all tasks.  [default: each task's own]")
-    ] = None,
-    made: Annotated[
-        bool, Option("--made", help="Play invented worlds where a task has real data.")
-    ] = False,
+    split: SplitName = None,
+    made: Made = False,
     slots: Annotated[int, Option(min=0, help="Episodes at once; 0: 8 for llm, 1 for others.")] = 0,
     results: Annotated[
         Path | None,
@@ -184,47 +196,23 @@ def run(
     ] = None,
     base_url: BaseUrl = None,
     api_key_env: KeyEnv = None,
-    timeout: Annotated[
-        float | None, Option(min=0, help="Seconds for one request to a server.  [default: 60]")
-    ] = None,
-    retries: Annotated[
-        int | None, Option(min=0, help="Further attempts of a request.  [default: 2]")
-    ] = None,
-    concurrency: Annotated[
-        int | None, Option(min=1, help="Requests to a server at once.  [default: 64]")
-    ] = None,
-    price: Annotated[
-        tuple[float, float] | None,
-        Option(
-            metavar="IN OUT",
-            help="Dollars for a million prompt tokens and a million response tokens.",
-        ),
-    ] = None,
+    timeout: Timeout = None,
+    retries: Retries = None,
+    concurrency: Concurrency = None,
+    price: Price = None,
     max_cost: Annotated[
         float | None,
         Option(min=0, help="Dollars, those of earlier runs of this command included."),
     ] = None,
-    extra_body: Annotated[
-        str | None, Option(metavar="JSON", help="Merged into every request to a server.")
-    ] = None,
-    replies: Annotated[
-        Path | None,
-        Option(help="Replies of the scripted backend, one a line, over and over."),
-    ] = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], Option(help="Of a local model.")] = "float32",
-    device: Annotated[str, Option(help="Of a local model.")] = "auto",
-    temperature: Annotated[float, Option(min=0, help="Of sampling; 0 is greedy.")] = 0.0,
-    max_tokens: Annotated[int, Option(min=1, help="Of a response.")] = 256,
-    history: Annotated[
-        int | None, Option(min=0, help="Past turns that are shown.  [default: all]")
-    ] = None,
-    instruction: Annotated[str, Option(help="Said to the agent about the environment.")] = "",
-    constrain: Annotated[
-        bool,
-        Option(
-            "--constrain", help="Choose among the admissible actions; always with the tiny model."
-        ),
-    ] = False,
+    extra_body: ExtraBody = None,
+    replies: Replies = None,
+    dtype: Dtype = "float32",
+    device: Device = "auto",
+    temperature: Temperature = 0.0,
+    max_tokens: MaxTokens = 256,
+    history: History = None,
+    instruction: Instruction = "",
+    constrain: Constrain = False,
 ) -> int:
     """Evaluate an agent on a suite; exit code 1 where every episode of a task failed.
 
@@ -266,7 +254,7 @@ def run(
         except KeyboardInterrupt:
             code = 130
         except BackendError as error:
-            stopped = f"{error}; the same command without --overwrite goes on with what is left"
+            stopped = f"{error}; {STOPPED}"
         done = results_of(log, cells, settings)
     if done.cells:
         write_whole(file, done.model_dump_json(indent=1) + "\n")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Generator, Sequence
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Option
 
@@ -66,6 +67,50 @@ Review = Annotated[
 BackendOption = Annotated[
     list[str] | None,
     Option(metavar="KEY=VALUE", help="Passed to the backend; may be repeated."),
+]
+
+# Of a suite and the agent that plays it
+
+SuiteName = Annotated[
+    str, Option(help="A name of `experiential bench suites`, or module:attribute.")
+]
+TaskNames = Annotated[
+    str | None, Option(help="Only these tasks of the suite, with commas between them.")
+]
+Agent = Annotated[
+    str, Option(help="llm, random, oracle, or module:function of observation and info.")
+]
+Visits = Annotated[int, Option(min=1, help="How many of the episodes meet the same world.")]
+SplitName = Annotated[str | None, Option(help="Split of all tasks.  [default: each task's own]")]
+Made = Annotated[bool, Option("--made", help="Play invented worlds where a task has real data.")]
+Timeout = Annotated[
+    float | None, Option(min=0, help="Seconds for one request to a server.  [default: 60]")
+]
+Retries = Annotated[int | None, Option(min=0, help="Further attempts of a request.  [default: 2]")]
+Concurrency = Annotated[
+    int | None, Option(min=1, help="Requests to a server at once.  [default: 64]")
+]
+Price = Annotated[
+    tuple[float, float] | None,
+    Option(
+        metavar="IN OUT", help="Dollars for a million prompt tokens and a million response tokens."
+    ),
+]
+ExtraBody = Annotated[
+    str | None, Option(metavar="JSON", help="Merged into every request to a server.")
+]
+Replies = Annotated[
+    Path | None, Option(help="Replies of the scripted backend, one a line, over and over.")
+]
+Dtype = Annotated[Literal["float32", "bfloat16"], Option(help="Of a local model.")]
+Device = Annotated[str, Option(help="Of a local model.")]
+Temperature = Annotated[float, Option(min=0, help="Of sampling; 0 is greedy.")]
+MaxTokens = Annotated[int, Option(min=1, help="Of a response.")]
+History = Annotated[int | None, Option(min=0, help="Past turns that are shown.  [default: all]")]
+Instruction = Annotated[str, Option(help="Said to the agent about the environment.")]
+Constrain = Annotated[
+    bool,
+    Option("--constrain", help="Choose among the admissible actions; always with the tiny model."),
 ]
 
 

@@ -15,7 +15,7 @@ import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -25,6 +25,7 @@ from typer import Option
 from experiential.cli.bench import (
     FOLDER,
     GOES_ON,
+    STOPPED,
     WIDE,
     actor_maker,
     chosen_suite,
@@ -37,10 +38,36 @@ from experiential.cli.bench import (
     source_of,
     title_of,
 )
-from experiential.cli.options import Backend, BackendOption, BaseUrl, Embedder, KeyEnv
+from experiential.cli.errors import complain
+from experiential.cli.options import (
+    Agent,
+    Backend,
+    BackendOption,
+    BaseUrl,
+    Concurrency,
+    Constrain,
+    Device,
+    Dtype,
+    Embedder,
+    ExtraBody,
+    History,
+    Instruction,
+    KeyEnv,
+    Made,
+    MaxTokens,
+    Price,
+    Replies,
+    Retries,
+    SplitName,
+    SuiteName,
+    TaskNames,
+    Temperature,
+    Timeout,
+    Visits,
+)
 from experiential.cli.progress import Progress
 from experiential.cli.rows import show_line
-from experiential.errors import ConfigError
+from experiential.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
     from experiential.bank.extractor import Extractor
@@ -66,12 +93,8 @@ _COLUMNS = {
 
 def stream(
     context: typer.Context,
-    suite: Annotated[
-        str, Option(help="A name of `experiential bench suites`, or module:attribute.")
-    ],
-    tasks: Annotated[
-        str | None, Option(help="Only these tasks of the suite, with commas between them.")
-    ] = None,
+    suite: SuiteName,
+    tasks: TaskNames = None,
     arms: Annotated[
         str,
         Option(
@@ -81,14 +104,12 @@ def stream(
             show_default=False,
         ),
     ] = ARMS,
-    agent: Annotated[
-        str, Option(help="llm, random, oracle, or module:function of observation and info.")
-    ] = "llm",
+    agent: Agent = "llm",
     episodes: Annotated[
         int | None,
         Option(min=1, help="Episodes of each task.  [default: every world, once per visit]"),
     ] = None,
-    visits: Annotated[int, Option(min=1, help="How many of the episodes meet the same world.")] = 1,
+    visits: Visits = 1,
     orders: Annotated[int, Option(min=1, help="Orders in which the episodes come.")] = 3,
     transfer: Annotated[
         bool,
@@ -102,12 +123,8 @@ def stream(
     ] = None,
     k: Annotated[int, Option("--recalled", min=1, help="Entries or episodes recalled.")] = 3,
     seed: Annotated[int, Option(min=0, help="Seed of worlds, orders, episodes and sampling.")] = 0,
-    split: Annotated[
-        str | None, Option(help="Split of all tasks.  [default: each task's own]")
-    ] = None,
-    made: Annotated[
-        bool, Option("--made", help="Play invented worlds where a task has real data.")
-    ] = False,
+    split: SplitName = None,
+    made: Made = False,
     slots: Annotated[int, Option(min=0, help="Streams at once; 0: 8 for llm, 1 for others.")] = 0,
     results: Annotated[
         Path | None,
@@ -125,34 +142,23 @@ def stream(
     ] = None,
     base_url: BaseUrl = None,
     api_key_env: KeyEnv = None,
-    price: Annotated[
-        tuple[float, float] | None,
-        Option(
-            metavar="IN OUT",
-            help="Dollars for a million prompt tokens and a million response tokens.",
-        ),
-    ] = None,
+    timeout: Timeout = None,
+    retries: Retries = None,
+    concurrency: Concurrency = None,
+    price: Price = None,
     max_cost: Annotated[
         float | None,
         Option(min=0, help="Dollars for the agent, those of earlier runs of this log included."),
     ] = None,
-    replies: Annotated[
-        Path | None, Option(help="Replies of the scripted backend, one a line, over and over.")
-    ] = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], Option(help="Of a local model.")] = "float32",
-    device: Annotated[str, Option(help="Of a local model.")] = "auto",
-    temperature: Annotated[float, Option(min=0, help="Of sampling; 0 is greedy.")] = 0.0,
-    max_tokens: Annotated[int, Option(min=1, help="Of a response.")] = 256,
-    history: Annotated[
-        int | None, Option(min=0, help="Past turns that are shown.  [default: all]")
-    ] = None,
-    instruction: Annotated[str, Option(help="Said to the agent about the environment.")] = "",
-    constrain: Annotated[
-        bool,
-        Option(
-            "--constrain", help="Choose among the admissible actions; always with the tiny model."
-        ),
-    ] = False,
+    extra_body: ExtraBody = None,
+    replies: Replies = None,
+    dtype: Dtype = "float32",
+    device: Device = "auto",
+    temperature: Temperature = 0.0,
+    max_tokens: MaxTokens = 256,
+    history: History = None,
+    instruction: Instruction = "",
+    constrain: Constrain = False,
 ) -> int:
     """Compare memories on streams: tasks in a seeded order, while each memory grows.
 
@@ -191,6 +197,8 @@ def stream(
         except KeyboardInterrupt:
             sys.stderr.write(GOES_ON)  # `exit_code` says that it was interrupted
             return 130
+        except BackendError as error:
+            return complain(f"{error}; {STOPPED}", 1)
         found = report(finished(plan, log.episodes.values()))
     text = json.dumps({"settings": settings, **found}, indent=1)
     write_whole(file.with_suffix(".json"), text + "\n")

@@ -329,7 +329,5 @@ async def play_episode(rollout: Rollout, job: Job) -> Trajectory:
             break
         trajectory = (await rollout.play([job]))[0].trajectory
     if trajectory.error is not None and trajectory.error.startswith("backend:"):
-        raise BackendError(
-            f"{trajectory.error.removeprefix('backend: ')}; the same command goes on"
-        )
+        raise BackendError(trajectory.error.removeprefix("backend: "))
     return trajectory
