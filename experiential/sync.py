@@ -94,13 +94,16 @@ async def ending_with_callbacks(work: Coroutine[Any, Any, T]) -> T:
 
     loop.set_exception_handler(handle)
     try:
-        return await task
+        result = await task
     except asyncio.CancelledError:
         if errors:
             raise errors[0] from None
         raise
     finally:
         loop.set_exception_handler(before)
+    if errors:  # the coroutine took the cancellation for its own affair
+        raise errors[0]
+    return result
 
 
 _shared: EventLoopThread | None = None
