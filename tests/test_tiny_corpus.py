@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 
 from experiential.agents.operations import parse_operations
-from experiential.envs.vault import _names
+from experiential.envs.names import world_names
 from experiential.llm.models import load_tokenizer
 from tools.tiny_corpus import SKILL, sampler
 
@@ -21,10 +21,10 @@ def test_equal_seeds_give_equal_text() -> None:
 
 
 def test_no_world_of_training_or_evaluation_is_named() -> None:
-    names = set(_names("train")) | set(_names("eval"))
+    names = set(world_names("train")) | set(world_names("eval"))
     found = {m for text in TEXT for m in re.findall(r"[A-Z][a-z]+ [A-Z][a-z]+", text)}
     assert not found & names
-    assert found & set(_names("corpus"))
+    assert found & set(world_names("corpus"))
 
 
 def test_every_sample_ends_with_the_assistant_and_encodes_with_the_shipped_tokenizer() -> None:

@@ -2,32 +2,19 @@
 
 Each *world* is a named vault whose live lever is fixed but cannot be seen. An episode gives a few
 tries; when they are spent, a clerk's note says which lever was live, among other remarks. A first
-visit can only guess; a later visit to the same world can use what an earlier one found out.
+visit can only guess; a later visit to the same world can use what an earlier one found out. One
+variant has no clerk, and one a law by which names and levers go together.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import Any, Literal
 
 from experiential.envs.arguments import inside, one_of, positive
+from experiential.envs.names import FIRST, NamedSplit, digest_of, world_names
 from experiential.envs.text_env import Info, Step, TextEnv
 
-Split = Literal["train", "eval", "corpus"]
-
-_FIRST = (
-    "Autumn Bitter Broken Calm Clever Curious Distant Eager Early Empty Faithful Frozen Gentle"
-    " Hidden Hollow Humble Iron Jolly Late Little Lonely Lucky Merry Northern Proud Quiet Restless"
-    " Silent Sleepy Southern Stormy Winter"
-).split()
-_SECOND = (
-    "Anchor Badger Beacon Bridge Castle Cedar Comet Eagle Falcon Fiddle Forest Garden Hammer Harbor"
-    " Heron Island Lantern Library Market Meadow Mill Monk Orchard Otter Palace Pilot River Sailor"
-    " Temple Tower Wagon Willow"
-).split()
 LEVERS = tuple(
     "amber black blue brown gold green grey ivory jade lime pink plum red rose teal white".split()
 )
@@ -36,25 +23,13 @@ _STARTS = ("door", "window", "stair", "lamp")
 _RULES = "Tries left: {}. Reply: pull <lever>."
 
 
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+def law_lever(word: str, era: int = 0) -> str:
+    """Return the live lever of all vaults whose name begins with ``word``, under the law.
 
-
-@lru_cache
-def _names(split: Split) -> tuple[str, ...]:
-    """Return the world names of a split, which repeat words late; splits share no name."""
-    share = {"corpus": (0, 1), "train": (2, 3), "eval": (4, 5)}[split]
-    pairs = [(first, second) for first in _FIRST for second in _SECOND]
-    pairs.sort(key=lambda pair: _digest(f"order:{pair}"))
-    left = [pair for pair in pairs if _digest(f"split:{pair}") % 6 in share]
-    used: Counter[str] = Counter()
-    names: list[str] = []
-    while left:
-        pair = min(left, key=lambda p: max(used[p[0]], used[p[1]]))
-        left.remove(pair)
-        used.update(pair)
-        names.append(" ".join(pair))
-    return tuple(names)
+    The same in every split. Each lever belongs to two of the 32 words in each era.
+    """
+    ranked = sorted(FIRST, key=lambda first: digest_of(f"first:{era}:{first}"))
+    return LEVERS[ranked.index(word) % len(LEVERS)]
 
 
 class VaultEnv(TextEnv):
@@ -64,7 +39,9 @@ class VaultEnv(TextEnv):
     other levers are shown, their order, the starting place and a misleading sign.
     ``reset(options={"world": i, "era": e})`` picks a world and an era; another era of the same
     world has another live lever, so that what is remembered can become wrong.
-    `docs/envs/vault.md` lists the arguments.
+    Without ``note``, a failed visit only rules out the levers pulled, and a world always has the
+    same levers. Under ``law="first"`` the live lever follows from the first word of the name, in
+    the same way in every split. `docs/envs/vault.md` lists the arguments.
 
     >>> env = VaultEnv(levers=3)
     >>> observation, info = env.reset(seed=1, options={"world": 0})
@@ -77,34 +54,48 @@ class VaultEnv(TextEnv):
 
     def __init__(
         self,
-        split: Split = "train",
+        split: NamedSplit = "train",
         worlds: int = 32,
         levers: int = 14,
         tries: int = 2,
         era: int = 0,
+        note: bool = True,
+        law: Literal["first"] | None = None,
         render_mode: str | None = None,
     ) -> None:
-        one_of("split", split, ("train", "eval", "corpus"))
+        one_of("split", split, ("train", "dev", "eval", "corpus"))
+        one_of("note", note, (True, False))
+        one_of("law", law, (None, "first"))
         inside("levers", levers, 2, len(LEVERS))
         positive(tries=tries)
-        names = _names(split)
+        names = world_names(split)
         inside(f"worlds of split {split}", worlds, 1, len(names))
         super().__init__(worlds, longest=4096, longest_action=4096, render_mode=render_mode)
         self.split, self.levers, self.tries, self.era = split, levers, tries, era
+        self.note, self.law = note, law
         self.names = names[:worlds]
 
     def _contents(self) -> Iterable[str]:
-        return (f"{self.split} {self.levers} {self.tries} {self.era}", *self.names)
+        variant = ("" if self.note else " note=False") + (f" law={self.law}" if self.law else "")
+        return (f"{self.split} {self.levers} {self.tries} {self.era}{variant}", *self.names)
 
     def _begin(self, world: int) -> tuple[str, Info]:
         self._name, era = self.names[world], int(self._reset_options.get("era", self.era))
-        self._live = LEVERS[_digest(f"live:{self.split}:{self._name}:{era}") % len(LEVERS)]
+        if self.law:
+            self._live = law_lever(self._name.split()[0], era)
+        else:
+            number = digest_of(f"live:{self.split}:{self._name}:{era}")
+            self._live = LEVERS[number % len(LEVERS)]
         others = [lever for lever in LEVERS if lever != self._live]
-        self.np_random.shuffle(others)
+        if self.note:
+            self.np_random.shuffle(others)
+        else:  # a lever missing from one visit would be ruled out for free
+            others.sort(key=lambda lever: digest_of(f"shown:{self._name}:{era}:{lever}"))
         self._shown = [self._live, *others[: self.levers - 1]]
         self.np_random.shuffle(self._shown)
         self._left = self.tries
-        name = f"vault-{self.split}-{self._name}"
+        kind = f"vault-law-{self.law}" if self.law else "vault"
+        name = f"{kind}-{self.split}-{self._name}"
         self._known: dict[str, Any] = {
             "name": name,
             "instance": f"{name}-{era}#{self._reset_seed}",
@@ -130,12 +121,14 @@ class VaultEnv(TextEnv):
         else:
             feedback = f"The {lever} lever clicks."
         if done and not success:
+            feedback += " The vault locks."
+        if done and not success and self.note:
             others = [lever for lever in self._shown if lever != self._live]
             self.np_random.shuffle(others)
             remarks = [f"{lever} was {self.np_random.choice(_REMARKS)}" for lever in others[:2]]
             remarks.insert(0, f"{self._live} was live")
             self.np_random.shuffle(remarks)
-            feedback += f" The vault locks. A clerk notes: {', '.join(remarks)}."
+            feedback += f" A clerk notes: {', '.join(remarks)}."
         observation = feedback if done else f"{feedback}\n{_RULES.format(self._left)}"
         info = self._report(feedback=feedback, success=success, invalid=invalid, **self._known)
         return observation, float(success), done, False, info

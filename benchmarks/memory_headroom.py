@@ -1,0 +1,217 @@
+"""Measure what a memory is worth in worlds that last: scripted players, by visit.
+
+    python -m benchmarks.memory_headroom [--only vault-no-note ...] [--worlds 120]
+        [--results benchmarks/results/memory_headroom.json]
+
+A world is visited several times, each visit with another seed. A player sees the observation and
+the transcripts that its memory holds: none, the last visit's, the last three, or all. What they say
+is used as well as it can be, so that a row bounds what an agent with this memory can reach.
+
+* ``vault-no-note``: an open lever is drawn among those that no remembered visit ruled out.
+  ``sweep`` instead goes on in the alphabet where the last visit stopped: with an order agreed on
+  beforehand, the last transcript stands for all earlier ones.
+* ``vault-law``, ``vault-law-no-note``: a bank is filled on the training split and only read on the
+  evaluation split. Its transcripts are found by the first word of the name (which the law goes by),
+  or by the second (which says nothing).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiential.envs.text_env import Info, TextEnv
+from experiential.envs.vault import VaultEnv
+
+RESULTS = Path("benchmarks/results/memory_headroom.json")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Hold one turn: what was seen, what was done, what came of it."""
+
+    observation: str
+    action: str
+    after: str
+    info: Info
+
+
+Transcript = list[Turn]
+Player = Callable[[str, Info, Sequence[Transcript], Transcript], str]
+"""Choose an action from observation, info, the remembered visits and this visit so far."""
+Key = Callable[[str], str]
+"""Return under which key the visits of a task are remembered."""
+Memory = defaultdict[str, list[Transcript]]
+
+
+def visit(
+    env: TextEnv, world: int, seed: int, player: Player, past: Sequence[Transcript]
+) -> Transcript:
+    """Play an episode of a world and return its turns."""
+    observation, info = env.reset(seed=seed, options={"world": world})
+    now: Transcript = []
+    over = False
+    while not over:
+        action = player(observation, info, past, now)
+        after, _, terminated, truncated, info = env.step(action)
+        now.append(Turn(observation, action, after, info))
+        observation, over = after, terminated or truncated
+    return now
+
+
+def play(
+    env: TextEnv,
+    player: Player,
+    visits: int,
+    *,
+    seed: int = 0,
+    window: int | None = None,
+    key: Key = str,
+    memory: Memory | None = None,
+    write: bool = True,
+) -> np.ndarray:
+    """Visit every world several times; return success, bool, shape (worlds, visits).
+
+    Args:
+        env: the environment; world ``w`` is met on visit ``v`` with a seed of its own.
+        player: chooses the actions.
+        visits: visits to each world.
+        seed: of the whole series.
+        window: how many of the latest transcripts under a task's key are remembered; None for all.
+        key: by what transcripts are found; by default the task in words.
+        memory: the bank that is read; None begins with an empty one.
+        write: whether visits are added to the bank.
+    """
+    bank = Memory(list) if memory is None else memory
+    won = np.zeros((len(env.worlds), visits), bool)
+    for number in range(visits):
+        for world in env.worlds:
+            episode = int(np.random.SeedSequence([seed, world, number]).generate_state(1)[0])
+            env.reset(seed=episode, options={"world": world})
+            found = bank[key(env.task)]
+            past = (
+                found[len(found) - window :] if window else found[: None if window is None else 0]
+            )
+            turns = visit(env, world, episode, player, past)
+            won[world, number] = turns[-1].info["success"]
+            if write:
+                found.append(turns)
+    return won
+
+
+def after_failures(won: np.ndarray) -> list[float | None]:
+    """Return the success rate of each visit among worlds whose earlier visits all failed."""
+    failed = np.cumsum(won, axis=1) - won == 0
+    counts = failed.sum(axis=0)
+    return [float(won[failed[:, v], v].mean()) if counts[v] else None for v in range(won.shape[1])]
+
+
+def lever_player(seed: int = 0, sweep: bool = False) -> Player:
+    """Return a player of Vault that pulls the lever known as live, else one not yet ruled out."""
+    rng = np.random.default_rng(seed)
+
+    def act(observation: str, info: Info, past: Sequence[Transcript], now: Transcript) -> str:
+        turns = [turn for transcript in (*past, now) for turn in transcript]
+        live = [turn.action for turn in turns if turn.info["success"]]
+        noted = [re.findall(r"(\w+) was live", turn.after) for turn in turns]
+        live += [f"pull {lever}" for levers in noted for lever in levers]
+        order = sorted(info["admissible"])
+        pulled = [turn.action for turn in turns if turn.action in order]
+        tried = {turn.action for turn in now}
+        if live and live[-1] in order and live[-1] not in tried:
+            return live[-1]
+        if sweep:
+            return order[(order.index(pulled[-1]) + 1) % len(order)] if pulled else order[0]
+        untried = [lever for lever in order if lever not in tried]
+        return str(rng.choice([lever for lever in untried if lever not in pulled] or untried))
+
+    return act
+
+
+MEMORIES: dict[str, tuple[int | None, bool]] = {
+    "none": (0, False),
+    "last visit": (1, False),
+    "last three visits": (3, False),
+    "last visit, sweep": (1, True),
+    "all visits": (None, False),
+}
+"""Window and sweep of each player of ``vault-no-note``."""
+
+
+def vault_no_note(worlds: int, seeds: int = 8) -> dict[str, Any]:
+    """Measure Vault without the clerk's note, over as many visits as the ideal player needs."""
+    found: dict[str, Any] = {}
+    for name, (window, sweep) in MEMORIES.items():
+        env = VaultEnv(split="eval", worlds=worlds, note=False)
+        visits = env.levers // env.tries
+        runs = [
+            play(env, lever_player(seed, sweep), visits, seed=seed, window=window)
+            for seed in range(seeds)
+        ]
+        won = np.concatenate(runs)
+        found[name] = {"success": won.mean(axis=0).tolist(), "after_failures": after_failures(won)}
+    return found
+
+
+def first_word(task: str) -> str:
+    """Return the first word of the vault's name."""
+    return task.split()[-2]
+
+
+def second_word(task: str) -> str:
+    """Return the second word of the vault's name."""
+    return task.split()[-1]
+
+
+def law_transfer(key: Key, worlds: int, note: bool, visits: int = 2) -> float:
+    """Return success on a first visit to evaluation vaults with the read-only bank of training."""
+    bank = Memory(list)
+    train = VaultEnv(split="train", worlds=160, note=note, law="first")
+    held_out = VaultEnv(split="eval", worlds=worlds, note=note, law="first")
+    play(train, lever_player(), visits, key=key, memory=bank)
+    return float(play(held_out, lever_player(), 1, key=key, memory=bank, write=False).mean())
+
+
+def vault_law(worlds: int, note: bool = True) -> dict[str, Any]:
+    """Measure Vault under its law, with 160 training vaults visited twice."""
+    env = VaultEnv(split="eval", worlds=worlds, note=note, law="first")
+    return {
+        "none": float(play(env, lever_player(), 8, window=0).mean()),
+        "by second word": law_transfer(second_word, worlds, note),
+        "by first word": law_transfer(first_word, worlds, note),
+    }
+
+
+PARTS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "vault-no-note": vault_no_note,
+    "vault-law": vault_law,
+    "vault-law-no-note": lambda worlds: vault_law(worlds, note=False),
+}
+
+
+def main() -> None:
+    """Measure, print and keep."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--worlds", type=int, default=120)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    rows: dict[str, Any] = (
+        json.loads(options.results.read_text()) if options.results.exists() else {}
+    )
+    for name in options.only:
+        rows[name] = {"worlds": options.worlds, "rows": PARTS[name](options.worlds)}
+        print(name, json.dumps(rows[name]), flush=True)
+        options.results.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
