@@ -88,9 +88,9 @@ class Usage(Record):
         cost: dollars.
     """
 
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    cost: float | None = None
+    prompt_tokens: int | None = Field(default=None, ge=0)
+    completion_tokens: int | None = Field(default=None, ge=0)
+    cost: float | None = Field(default=None, ge=0, allow_inf_nan=False)
 
     def __add__(self, other: Usage) -> Usage:
         """Add up what is known of the two."""

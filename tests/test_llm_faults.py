@@ -431,6 +431,18 @@ FAULTS = [
         text="<think>North?</think>go north",
     ),
     Fault(
+        "thinking without an answer",
+        [(200, reply("<think>Perhaps <action>jump</action></think>\n"))],
+        error=NoAnswerError,
+        words="reasoning alone: '<think>Perhaps",
+    ),
+    Fault(
+        "an answer that broke off",
+        [(200, reply("go no", "error"))],
+        error=NoAnswerError,
+        words="broke off: 'go no'",
+    ),
+    Fault(
         "thinking that does not end",
         [(200, reply("<think>Perhaps <action>jump</action>, or", "length"))],
         error=NoAnswerError,
@@ -477,10 +489,16 @@ FAULTS = [
     ),
     Fault("no choices", [(200, {"choices": []})], error=BackendError, words="chat completion"),
     Fault(
-        "usage that is no table",
-        [(200, completion() | {"usage": 3})],
+        "usage that is no table", [(200, completion("go north") | {"usage": 3})], text="go north"
+    ),
+    Fault("JSON nested too deeply", [(200, "[" * 10**5)], error=BackendError, words="chat compl"),
+    Fault(
+        "a body that cannot be unpacked",
+        [(200, "no gzip")],
         error=BackendError,
-        words="chat completion",
+        words="DecodingError",
+        requests=3,
+        headers={"content-encoding": "gzip"},
     ),
     # status codes
     Fault(
@@ -497,6 +515,14 @@ FAULTS = [
         requests=2,
         headers={"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"},
     ),
+    Fault(
+        "429 with a pause that is no number",
+        [(429, "slow down"), OK],
+        text="go north",
+        requests=2,
+        headers={"retry-after": "²"},
+    ),
+    Fault("a proxy without its server", [(521, "down"), OK], text="go north", requests=2),
     Fault("429 for ever", [(429, "slow down")], error=BackendError, words="429", requests=3),
     Fault("quota spent", [(429, QUOTA)], error=BudgetError, words="insufficient_quota"),
     Fault("payment required", [(402, "pay first")], error=BudgetError, words="pay first"),
@@ -605,6 +631,29 @@ async def test_tokens_and_cost_are_counted_also_for_replies_without_an_answer(se
     await llm.generate(CHAT)
     assert (llm.spent.prompt_tokens, llm.spent.completion_tokens) == (23, 4)
     assert llm.spent.cost == pytest.approx(0.25 + 58e-6)
+
+
+@pytest.mark.parametrize("limit", ["max_cost", "max_total_tokens"])
+@pytest.mark.parametrize("usage", [None, 3, {}, {"prompt_tokens": None}, {"prompt_tokens": -5}])
+async def test_a_limit_ends_with_a_bill_that_cannot_be_read(server: Server, usage: Any, limit: str):
+    server.replies = [(200, completion(), {}, 0.0), (200, completion() | {"usage": usage}, {}, 0.0)]
+    llm = OpenAILLM("m", base_url=server.url, price=[1.0, 1.0], **{limit: 1000})
+    await llm.generate(CHAT)
+    assert (await llm.generate(CHAT)).usage is None
+    with pytest.raises(BudgetError, match="to report what each reply takes"):
+        await llm.generate(CHAT)
+
+
+@pytest.mark.parametrize("cost", [float("nan"), -1.0, None, "free"])
+async def test_a_cost_that_cannot_be_read_ends_a_limit_of_cost(server: Server, cost: Any):
+    bills = [{"prompt_tokens": 9, "cost": 0.5}, {"prompt_tokens": 9, "cost": cost}]
+    server.replies = [(200, completion() | {"usage": bill}, {}, 0.0) for bill in bills]
+    llm = OpenAILLM("m", base_url=server.url, max_cost=1.0)
+    await llm.generate(CHAT)
+    await llm.generate(CHAT)
+    assert llm.spent.cost == 0.5
+    with pytest.raises(BudgetError, match="to report what each reply takes"):
+        await llm.generate(CHAT)
 
 
 async def test_no_request_is_sent_when_the_budget_is_spent(server: Server):

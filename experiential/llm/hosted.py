@@ -27,7 +27,7 @@ NEUTRAL = frozenset(
 OPENAI_URL = "https://api.openai.com/v1"
 SHOWN = 200
 """Characters of a server's words in an error."""
-_RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+_RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, *range(520, 531)})  # 52x: proxies
 _LASTING = frozenset({401, 403, 404})
 _SPENT = re.compile(r"insufficient_quota|billing_hard_limit|credit balance|insufficient credits")
 _MAX_BACKOFF = 30.0
@@ -83,7 +83,7 @@ class HostedClient:
         self._timeout, self._max_retries, self._backoff = timeout, max_retries, backoff
         self._max_concurrency = max_concurrency
         self._price, self._max_cost, self._max_total_tokens = price, max_cost, max_total_tokens
-        self._unreported = False  # a reply came without its usage
+        self._untold = False  # a reply did not say what a limit counts
         self._spending = threading.Lock()
         self.spent = Usage()
         # connections and semaphores belong to the event loop that made them
@@ -130,7 +130,7 @@ class HostedClient:
                         f"Expected the address of a server, got {self.url}: {error}",
                         outage="lasting",
                     ) from error
-                except httpx.TransportError as error:
+                except httpx.RequestError as error:  # a body that cannot be decoded, too
                     if last:
                         raise BackendError(
                             f"Expected an answer from {self.url} within {self._timeout:g} s, "
@@ -158,30 +158,33 @@ class HostedClient:
                             outage="lasting" if status in _LASTING else outage,
                         )
                     asked: str = response.headers.get("retry-after", "")
-                    if asked.replace(".", "", 1).isdigit():
+                    if asked.replace(".", "", 1).isdecimal():
                         pause = min(float(asked), _MAX_BACKOFF)
                 await asyncio.sleep(pause)
                 attempt += 1
 
     def charge(self, reported: Any) -> Usage | None:
-        """Add the ``usage`` of a reply to ``spent`` and return it; None if it has none.
-
-        Raises:
-            AttributeError, TypeError, ValueError: ``reported`` is no table of numbers.
-        """
-        if not reported:
-            self._unreported = True
-            return None
-        prompt, completion = reported.get("prompt_tokens"), reported.get("completion_tokens")
-        cost = reported.get("cost")
-        if not isinstance(cost, int | float):
-            cost = None
-            if self._price is not None:
-                cost = ((prompt or 0) * self._price[0] + (completion or 0) * self._price[1]) / 1e6
-        usage = Usage(prompt_tokens=prompt, completion_tokens=completion, cost=cost)
+        """Add the ``usage`` of a reply to ``spent`` and return it; None if it cannot be read."""
+        usage = Usage()
+        try:
+            cost = reported.get("cost")
+            usage = Usage(
+                prompt_tokens=reported.get("prompt_tokens"),
+                completion_tokens=reported.get("completion_tokens"),
+                cost=cost if isinstance(cost, int | float) else None,
+            )
+        except (AttributeError, ValueError):  # no table, or one of impossible numbers
+            pass
+        prompt, completion = usage.prompt_tokens, usage.completion_tokens
+        counted = prompt is not None or completion is not None
+        if counted and usage.cost is None and self._price is not None:
+            cost = ((prompt or 0) * self._price[0] + (completion or 0) * self._price[1]) / 1e6
+            usage = usage.model_copy(update={"cost": cost})
         with self._spending:
             self.spent += usage
-        return usage
+            uncounted = self._max_total_tokens is not None and not counted
+            self._untold |= uncounted or (self._max_cost is not None and usage.cost is None)
+        return None if usage == Usage() else usage
 
     def close(self) -> None:
         """Drop the connections; each is closed when its event loop lets go of it."""
@@ -204,9 +207,7 @@ class HostedClient:
                 f"Expected to stay within max_cost={self._max_cost:g} dollars of {self.name!r},"
                 f" got {self.spent.cost:.4g}; raise it to go on"
             )
-        limited = self._max_total_tokens is not None or self._max_cost is not None
-        unpriced = self._max_cost is not None and self.spent != Usage() and self.spent.cost is None
-        if limited and (self._unreported or unpriced):
+        if self._untold:
             raise BudgetError(
                 f"Expected {self.name!r} to report what each reply takes, to keep a limit, got"
                 " a reply without; pass price= if tokens are reported, else leave the limit out"

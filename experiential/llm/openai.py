@@ -48,7 +48,7 @@ class OpenAILLM(LLM):
         model: the model's name at the server.
         base_url: ends in ``/v1`` for most servers; ``$OPENAI_BASE_URL`` or OpenAI's own by default.
         api_key: ``$OPENAI_API_KEY`` by default; local servers need none.
-        timeout: seconds for one attempt.
+        timeout: seconds that an attempt waits for the server's next bytes.
         max_retries: further attempts after 429, 5xx, a time-out or a broken connection, with
             growing pauses. A spent quota is reported at once.
         extra_body: merged into every request.
@@ -211,7 +211,7 @@ class OpenAILLM(LLM):
                 if not line.startswith("data:") or data == "[DONE]":
                     continue
                 piece: dict[str, Any] = {}
-                with suppress(ValueError):
+                with suppress(ValueError, RecursionError):
                     piece = cast("dict[str, Any]", json.loads(data))
                 if "error" in piece or not piece:
                     return httpx.Response(500, text=data)
@@ -281,7 +281,7 @@ class OpenAILLM(LLM):
             error: Any = response.json()
             error = error.get("error", error)
             code, param = str(error.get("code")), error.get("param")
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             code, param = "", None
         if status not in (400, 422) or not (
             code.startswith("unsupported") or _REFUSING.search(said)
@@ -346,7 +346,7 @@ class OpenAILLM(LLM):
                 usage=usage,
                 tool_calls=calls,
             )
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise BackendError(
                 f"Expected a chat completion from {self._url}, got status {response.status_code}:"
                 f" {response.text[:SHOWN]}"
@@ -386,6 +386,8 @@ class OpenAILLM(LLM):
         problem = None
         if finish == "content_filter":
             problem = "one that its content filter stopped"
+        elif finish == "error":  # as OpenRouter says of a model that broke off
+            problem = f"one that broke off: {content[-SHOWN:]!r}"
         elif calls:
             if long and not calls[-1].arguments.rstrip().endswith("}"):
                 problem = f"a call of the tool {calls[-1].name!r} that was cut off{long}"
@@ -393,13 +395,13 @@ class OpenAILLM(LLM):
                 _LOGGER.warning("%s called tools that were not offered: %s", self.name, unknown)
         elif unclosed:
             problem = f"reasoning that does not end{long}: {content[-SHOWN:]!r}"
-        elif content.strip():
+        elif content.lower().rpartition("</think>")[2].strip():
             pass
         elif refusal := message.get("refusal"):
             problem = f"a refusal: {str(refusal)[:SHOWN]}"
         elif unknown:
             problem = f"a call of the tool {unknown[0]!r}, which was not offered"
-        elif thinking:
+        elif thinking := thinking or content.strip():
             problem = f"reasoning alone{long}: {str(thinking)[-SHOWN:]!r}"
         else:
             problem = f"an empty text (finish_reason {finish!r}){long}"

@@ -168,7 +168,7 @@ class HostedEmbedder:
             vectors = np.asarray([row["embedding"] for row in rows], dtype=np.float64)
             if vectors.ndim != 2 or not vectors.any(axis=1).all() or not np.isfinite(vectors).all():
                 raise ValueError("no vectors")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise BackendError(
                 f"Expected {len(texts)} embeddings of one length from {self._client.url}, got:"
                 f" {response.text[:SHOWN]}"
