@@ -425,6 +425,7 @@ FAULTS = [
         [(200, reply("go north", reasoning_content="The door is north."))],
         text="go north",
     ),
+    Fault("half of a character", [(200, reply("go \ud83d"))], text="go \ufffd"),
     Fault(
         "thinking beside an answer",
         [(200, reply("<think>North?</think>go north"))],
@@ -654,6 +655,14 @@ async def test_a_cost_that_cannot_be_read_ends_a_limit_of_cost(server: Server, c
     assert llm.spent.cost == 0.5
     with pytest.raises(BudgetError, match="to report what each reply takes"):
         await llm.generate(CHAT)
+
+
+@pytest.mark.parametrize("options", [{}, STREAMED])
+async def test_half_of_a_character_in_a_prompt_is_replaced(server: Server, options: dict[str, Any]):
+    await OpenAILLM("m", base_url=server.url, **options).generate(
+        [{"role": "user", "content": "A sign: \ud83d."}]
+    )
+    assert server.requests[0]["messages"][0]["content"] == "A sign: \ufffd."
 
 
 async def test_no_request_is_sent_when_the_budget_is_spent(server: Server):

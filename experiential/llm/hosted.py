@@ -7,6 +7,7 @@ whose ``outage`` says whether the service, and not the request, is at fault.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import re
@@ -18,7 +19,7 @@ from typing import Any
 import httpx
 
 from experiential.errors import BackendError, BudgetError
-from experiential.types import Usage
+from experiential.types import Usage, whole
 
 NEUTRAL = frozenset(
     "price max_cost max_total_tokens timeout max_retries max_concurrency backoff".split()
@@ -33,6 +34,12 @@ _SPENT = re.compile(r"insufficient_quota|billing_hard_limit|credit balance|insuf
 _MAX_BACKOFF = 30.0
 
 Send = Callable[[httpx.AsyncClient, dict[str, Any]], Awaitable[httpx.Response]]
+
+
+def as_json(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a POST of JSON; halves of characters, as models write them, go."""
+    text = whole(json.dumps(body, ensure_ascii=False))
+    return {"content": text.encode(), "headers": {"content-type": "application/json"}}
 
 
 class HostedClient:
@@ -122,7 +129,7 @@ class HostedClient:
                 pause = min(self._backoff * 2**attempt, _MAX_BACKOFF) * random.uniform(0.5, 1.0)
                 try:
                     if send is None:
-                        response = await client.post(self.url, json=body)
+                        response = await client.post(self.url, **as_json(body))
                     else:
                         response = await send(client, body)
                 except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:

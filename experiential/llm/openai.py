@@ -18,8 +18,8 @@ import httpx
 
 from experiential.errors import BackendError, NoAnswerError
 from experiential.llm.base import LLM, Prompt, SamplingParams, cut_after_stop, is_token_prompt
-from experiential.llm.hosted import SHOWN, HostedClient
-from experiential.types import FinishReason, Generation, Message, ToolCall, Usage
+from experiential.llm.hosted import SHOWN, HostedClient, as_json
+from experiential.types import FinishReason, Generation, Message, ToolCall, Usage, whole
 
 _LOGGER = logging.getLogger(__name__)
 _DROPPABLE = ("temperature", "top_p", "top_k", "seed", "stop", "max_tokens", "response_format")
@@ -202,7 +202,7 @@ class OpenAILLM(LLM):
         calls: list[dict[str, Any]] = []
         message: dict[str, Any] = {}
         choice: dict[str, Any] = {"message": message, "finish_reason": None}
-        async with client.stream("POST", self._url, json=body) as response:
+        async with client.stream("POST", self._url, **as_json(body)) as response:
             if "text/event-stream" not in response.headers.get("content-type", ""):
                 await response.aread()  # an error, or a server that does not stream
                 return response
@@ -369,6 +369,7 @@ class OpenAILLM(LLM):
             content = ""
         elif not isinstance(content, str):
             raise TypeError(f"content is {type(content).__name__}")
+        content = whole(content)
         offered = {tool["function"]["name"] for tool in sampling.tools if self.supports_tools}
         calls: list[ToolCall] = []
         for number, call in enumerate(asked):
