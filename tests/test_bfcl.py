@@ -106,7 +106,7 @@ def test_what_is_missing_is_said_with_the_command(
 
 
 @needs_bfcl
-@pytest.mark.parametrize("category", ["base", "long_context", "miss_param"])
+@pytest.mark.parametrize("category", ["base", "long_context", "miss_func", "miss_param"])
 def test_the_reference_calls_pass_in_all_200_dialogues(category: str) -> None:
     env = BFCLEnv("all", category=category)
     assert len(env.worlds) == 200
@@ -147,9 +147,10 @@ def changed(turns: list[list[str]], how: str) -> list[list[str]]:
 
 
 @needs_bfcl
+@pytest.mark.parametrize("category", ["base", "miss_func"])
 @pytest.mark.parametrize("how", ["none", "drop", "repeat", "silent", "unknown", "late"])
-def test_the_verdict_is_that_of_bfcls_own_checker(how: str) -> None:
-    env = BFCLEnv("all")
+def test_the_verdict_is_that_of_bfcls_own_checker(how: str, category: str) -> None:
+    env = BFCLEnv("all", category=category)
     verdicts: set[bool] = set()
     for world in env.worlds[::4]:
         dialogue = env.dialogues[world]
@@ -161,7 +162,7 @@ def test_the_verdict_is_that_of_bfcls_own_checker(how: str) -> None:
             "involved_classes": dialogue.apis,
         }
         official = source(None).checker.multi_turn_checker(
-            [[turn] if turn else [] for turn in turns], dialogue.answers, entry, "base", how
+            [[turn] if turn else [] for turn in turns], dialogue.answers, entry, category, how
         )["valid"]
         assert step[4]["success"] is official and step[1] == float(official) and step[2]
         verdicts.add(official)
@@ -202,6 +203,79 @@ def test_a_number_too_long_to_be_written_is_a_failed_call(call: str) -> None:
     shown, *_, info = env.step(call.format("f" * 6000))
     assert shown.startswith("Error during execution: Exceeds the limit") and info["invalid"]
     assert not env.step("Ok.")[4]["success"]
+
+
+@needs_bfcl
+@pytest.mark.parametrize(
+    "call",
+    [
+        "power(base=10, exponent=10000000000)",
+        "logarithm(10, 2, 1000000000)",
+        "square_root(number=2, precision=1e12)",
+        "round_number(number=5, decimal_places=-1000000000)",
+    ],
+)
+def test_a_number_that_would_take_for_ever_is_a_failed_call(call: str) -> None:
+    env = BFCLEnv("all")
+    env.reset(options={"world": next(n for n in env.worlds if "MathAPI" in env.dialogues[n].apis)})
+    shown, *_, info = env.step(call)
+    assert shown == "Error during execution: Exceeds the limit (4300 digits)" and info["invalid"]
+    assert env.step("power(base=10, exponent=3)")[0] == '{"result": 1000}'
+
+
+@needs_bfcl
+def test_a_call_that_would_take_for_ever_fails_and_the_turn_with_it() -> None:
+    env = BFCLEnv("all", api="gorilla_fs")
+    env.reset(options={"world": 0})
+    # each folder shares the contents of the one before twice: a search visits 2 to the 40 paths
+    twice = "mkdir('a{1}'), cp('a{0}', 'a{1}'), mkdir('b'), cp('a{0}', 'b'), mv('b', 'a{1}')"
+    grown = [twice.format(number, number + 1) for number in range(40)]
+    shown, *_ = env.step(f"[mkdir('a0'), {', '.join(grown)}]")
+    assert "Error during execution" not in shown
+    shown, *_, info = env.step("[find(path='.', name='x'), pwd()]")
+    faults = shown.splitlines()
+    assert faults == ["Error during execution: Expected an end within 200,000 lines of Python"] * 2
+    assert info["invalid"]
+    env.step("[mkdir('c'), cp('c', 'c')]")  # and comparing that with the reference never ends
+    assert env.step("Ok.")[0].startswith("User: ")
+
+
+@needs_bfcl
+def test_functions_that_were_held_back_are_offered_in_the_turn_without_a_request() -> None:
+    env = BFCLEnv("all", category="miss_func")
+    first, info = env.reset(options={"world": 0})
+    held = env.dialogues[0].held
+    assert held == {3: ["sort"]} and not any(env.dialogues[0].answers[2])
+    assert '"name": "sort"' not in first
+    assert "sort" not in {one["function"]["name"] for one in info["tools"]}
+    for turn in (1, 2):
+        shown, *_, info = env.step("Ok.")
+        assert shown == f"User: {env.dialogues[0].requests[turn]}" and "tools" not in info
+    shown, *_, more = env.step("I cannot sort.")
+    listed, _, request = shown.partition("\n\n")
+    assert json.loads(listed.removeprefix("Functions:\n"))["name"] == "sort"
+    assert (
+        request == "User: I have updated some more functions you can choose from. What about now?"
+    )
+    assert len(more["tools"]) == len({one["function"]["name"] for one in more["tools"]})
+    assert "sort" in {one["function"]["name"] for one in more["tools"]}
+
+
+@needs_bfcl
+def test_a_hosted_actor_gets_the_functions_that_were_held_back_as_tools() -> None:
+    server = Server()
+    server.replies = [(200, completion("Ok."), {}, 0.0) for _ in range(4)]
+    env = BFCLEnv("all", category="miss_func", functions=False)
+    agent = ActorAgent(OpenAILLM("m", base_url=server.url))
+    try:
+        observation, info = env.reset(options={"world": 0})
+        for _ in range(4):
+            observation, _, _, _, info = env.step(agent.act(observation, info))
+    finally:
+        server.close()
+    offered = [{one["function"]["name"] for one in sent["tools"]} for sent in server.requests]
+    assert ["sort" in names for names in offered] == [False, False, False, True]
+    assert offered[3] - {"sort"} == offered[0]
 
 
 @needs_bfcl
@@ -256,8 +330,9 @@ def test_a_hosted_actor_plays_by_real_tool_calls() -> None:
 
 
 @needs_bfcl
-def test_a_pickled_dialogue_goes_on_where_it_was() -> None:
-    env = BFCLEnv("all", api="travel_api")
+@pytest.mark.parametrize("category", ["base", "miss_func"])
+def test_a_pickled_dialogue_goes_on_where_it_was(category: str) -> None:
+    env = BFCLEnv("all", api="travel_api", category=category)
     for world in (0, 7):
         env.reset(options={"world": world})
         step = env.step("[no_such_function()]")
@@ -270,6 +345,7 @@ def test_a_pickled_dialogue_goes_on_where_it_was() -> None:
 @needs_bfcl
 def test_our_checker_finds_no_fault() -> None:
     assert check_text_env(BFCLEnv("eval", category="miss_param")) == []
+    assert check_text_env(BFCLEnv("eval", category="miss_func")) == []
 
 
 @needs_bfcl

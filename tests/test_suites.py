@@ -109,6 +109,9 @@ def test_the_suites_are_those_of_the_issue_and_name_only_registered_environments
         "hotpotqa-validation",
         "crossep-emb",
         "bfcl-base",
+        "bfcl-long-context",
+        "bfcl-miss-func",
+        "bfcl-miss-param",
         "crossep-tool",
         "vault",
     }

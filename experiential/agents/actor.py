@@ -74,9 +74,9 @@ class ActorAgent:
             the prompt.
         seed: makes every request repeatable; it is mixed with the turn.
         priority: of the requests, lower runs first.
-        tools: how the model calls what ``info["tools"]`` of the reset offers: ``native``, as tool
-            calls of the protocol, whose answers go back as tool messages; ``tag``, in text. None:
-            native where the backend supports it, as hosted models are trained for it.
+        tools: how the model calls what ``info["tools"]`` offers, at the reset or last: ``native``,
+            as tool calls of the protocol, whose answers go back as tool messages; ``tag``, in text.
+            None: native where the backend supports it, as hosted models are trained for it.
 
     Raises:
         ValueError: the prompt set or the place of advice does not exist, ``history`` is
@@ -149,8 +149,8 @@ class ActorAgent:
         """
         info = info or {}
         seed = None if self.seed is None else derived_seed(self.seed, len(self.generations))
-        if not self.generations and self._native:
-            self._tools = tuple(info.get("tools") or ())
+        if self._native and info.get("tools"):  # of the reset, or of a turn that offers others
+            self._tools = tuple(info["tools"])
         sampling: dict[str, Any] = {"seed": seed, "tools": self._tools}
         choices = tuple(map(str, info.get("admissible") or ())) if self.constrain else ()
         if choices:

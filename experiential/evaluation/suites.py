@@ -270,7 +270,19 @@ _BFCL = tuple(
         source,
     )
     for name, category, source in (
-        ("bfcl-base", "base", "BFCL, multi_turn_base: 200 dialogues over four APIs"),
+        *(
+            (
+                f"bfcl-{category.replace('_', '-')}",
+                category,
+                f"BFCL, multi_turn_{category}: {words}",
+            )
+            for category, words in (
+                ("base", "200 dialogues over four APIs"),
+                ("miss_func", "200 dialogues, functions are held back until a later turn"),
+                ("miss_param", "200 dialogues, requests lack something until the next turn"),
+                ("long_context", "200 dialogues, the APIs return much"),
+            )
+        ),
         (
             "crossep-tool",
             "ours",

@@ -157,10 +157,7 @@ class SearchAndAskWrapper(BankWrapper):
         else:
             observation, info = self.env.reset(seed=seed, options=options)
         self._tool.calls = 0
-        info = self._seen(observation, info)
-        if self.log.episode is not None and self.log.episode.guided:
-            info = {**info, "tools": [*info.get("tools", ()), self.tool_schema()]}
-        return observation, info
+        return observation, self._with_tool(self._seen(observation, info))
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Answer a call, or step the environment with any other action."""
@@ -174,6 +171,8 @@ class SearchAndAskWrapper(BankWrapper):
         if self._records:
             extra = self.log.step(action, reward, observation, terminated, truncated, info)
             info = {**info, **extra}
+        if "tools" in info:  # the environment offers others from now on
+            info = self._with_tool(info)
         return observation, reward, terminated, truncated, self._seen(observation, info)
 
     def tool_schema(self) -> dict[str, Any]:
@@ -197,6 +196,12 @@ class SearchAndAskWrapper(BankWrapper):
     def call(self, query: str) -> str:
         """Return the action that asks ``query``."""
         return f"<{self.tag}>{query}</{self.tag}>"
+
+    def _with_tool(self, info: dict[str, Any]) -> dict[str, Any]:
+        """Return an info that offers the call beside the environment's own tools, if guided."""
+        if self.log.episode is None or not self.log.episode.guided:
+            return info
+        return {**info, "tools": [*info.get("tools", ()), self.tool_schema()]}
 
     def _seen(self, observation: str, info: dict[str, Any]) -> dict[str, Any]:
         """Keep the observation and context, as a call gives no new ones; return info to show.

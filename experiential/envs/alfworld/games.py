@@ -63,7 +63,8 @@ def open_games(data: str | Path, split: str) -> tuple[Entry, ...]:
         path = folder / f"{name}.jsonl.xz"
         if not path.is_file():
             raise ConfigError(
-                f"Expected {path.name} in {folder} for split {split!r}, got no such file"
+                f"Expected {path.name} in {folder} for split {split!r}, got no such file; run"
+                " alfworld-download, which has all splits, and set ALFWORLD_DATA to its folder"
             )
         return _packed(folder, path, path.stat().st_mtime_ns)
     for root in (folder / "json_2.1.1" / name, folder / name):

@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 from experiential.bank.text import escape
 from experiential.envs.arguments import one_of, positive
 from experiential.envs.bfcl.calls import LONGEST, Call, read_calls
+from experiential.envs.bfcl.limits import Budget, check_digits
 from experiential.envs.bfcl.source import Dialogue, source
 from experiential.envs.split import split_of
 from experiential.envs.text_env import Info, Step, TextEnv
@@ -24,8 +25,8 @@ APIS = {
     "trading_bot": "TradingBot", "travel_api": "TravelAPI",
 }  # fmt: skip
 """EvoMemBench's names of the four APIs; a dialogue involves exactly one of them."""
-CATEGORIES = ("base", "long_context", "miss_param", "ours")
-"""BFCL's categories, without miss_func, and EvoMemBench's own dialogues, which it calls ours."""
+CATEGORIES = ("base", "long_context", "miss_func", "miss_param", "ours")
+"""BFCL's categories, and EvoMemBench's own dialogues, which it calls ours."""
 _JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
 _LEGAL = (
     "Reply with calls, [name(key=value), ...], as often as needed. A reply without a call ends your"
@@ -47,7 +48,7 @@ class BFCLEnv(TextEnv):
     A call that fails uses a step, and the API's complaint is the observation.
 
     Caveat: the APIs run in this process. Only their public functions are called, with literals as
-    arguments, but nothing limits the time that one takes.
+    arguments, and the calls of a reply may run a bounded number of lines of Python together.
 
     `docs/envs/bfcl.md` lists the arguments.
 
@@ -96,17 +97,22 @@ class BFCLEnv(TextEnv):
         """The calls of each turn, by reply."""
         self._start()
         known = source(self._data)
-        described = [row for api in self._dialogue.apis for row in known.descriptions(api)]
-        listed = ""
-        if self.functions:
-            rows = "\n".join(json.dumps(row, ensure_ascii=False) for row in described)
-            listed = f"Functions:\n{rows}\n\n"
+        self._described = [row for api in self._dialogue.apis for row in known.descriptions(api)]
+        held = [name for names in self._dialogue.held.values() for name in names]
+        listed, tools = self._offered(row for row in self._described if row["name"] not in held)
         request = f"{listed}{_LEGAL}\n\nUser: {escape(self.task)}"
-        return request, self._info("") | {"tools": [_tool(row) for row in described]}
+        return request, self._info("") | {"tools": tools}
+
+    def _offered(self, rows: Iterable[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+        """Return descriptions of functions as text, empty without ``functions``, and as tools."""
+        rows = list(rows)
+        lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+        listed = f"Functions:\n{lines}\n\n" if self.functions else ""
+        return listed, [_tool(row) for row in rows]
 
     def _contents(self) -> Iterable[str]:
         """Yield the dialogues with the calls that answer them."""
-        yield from (one.model_dump_json() for one in self.dialogues)
+        yield from (one.model_dump_json(exclude_defaults=True) for one in self.dialogues)
 
     def _turn(self, action: str) -> Step:
         calls = read_calls(action)
@@ -122,8 +128,12 @@ class BFCLEnv(TextEnv):
         self._judge()
         if len(self._turns) < len(self._dialogue.requests):
             self._open_turn()
-            request = f"User: {escape(self._dialogue.requests[len(self._turns) - 1])}"
-            return request, 0.0, False, False, self._info("")
+            turn, listed, more = len(self._turns) - 1, "", dict[str, Any]()
+            if names := self._dialogue.held.get(turn):
+                listed, _ = self._offered(row for row in self._described if row["name"] in names)
+                more["tools"] = [_tool(row) for row in self._described]
+            request = f"{listed}User: {escape(self._dialogue.requests[turn])}"
+            return request, 0.0, False, False, self._info("") | more
         success = not self._failure
         feedback = self._failure or "Every turn passes the checks."
         return feedback, float(success), True, False, self._info(feedback, success=success)
@@ -172,9 +182,13 @@ class BFCLEnv(TextEnv):
         if not self._turns[-1]:
             self._failure = f"Turn {turn + 1} fails: it needs calls, and none was made."
             return
-        state = check.state_checker(self._agent.instances, self._reference.instances)
+        states = self._agent.instances, self._reference.instances
+        try:
+            same = Budget().run(check.state_checker, *states)["valid"]
+        except (TimeoutError, RecursionError):  # such as of a folder that was moved into itself
+            same = False
         so_far = [one for replies in self._results for results in replies for one in results]
-        if not state["valid"]:
+        if not same:
             self._failure = f"Turn {turn + 1} fails: the state is not what was asked for."
         elif not check.response_checker(so_far, returned, turn)["valid"]:
             self._failure = f"Turn {turn + 1} fails: what was asked for was not looked up."
@@ -206,13 +220,16 @@ class _Apis:
         """
         results: list[str] = []
         faults: list[str] = []
+        budget = Budget()
         for call in calls:
             try:
                 if call.name not in self._functions:
                     raise NameError(f"name {call.name!r} is not defined")
                 if call.fault:
                     raise TypeError(f"{call.name}: {call.fault}")
-                result = _written(self._functions[call.name](*call.positional, **call.named))
+                function = self._functions[call.name]
+                check_digits(function, *call.positional, **call.named)
+                result = _written(budget.run(function, *call.positional, **call.named))
             except Exception as error:  # whatever a simulated function raises is its answer
                 result = f"Error during execution: {error}"
                 faults.append(result)

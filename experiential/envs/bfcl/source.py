@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -23,6 +23,7 @@ INSTALL = "pip install --no-deps bfcl-eval mpmath"
 """Without what else bfcl-eval asks for (model servers' clients, numpy 1): none of it is used."""
 _CONSTANTS = f"{PACKAGE}.constants.executable_backend_config"
 _CHECKER = f"{PACKAGE}.eval_checker.multi_turn_eval.multi_turn_checker"
+_PROMPTS = f"{PACKAGE}.constants.default_prompts"
 
 
 class Message(BaseModel):
@@ -38,6 +39,8 @@ class Entry(BaseModel):
     question: list[list[Message]]
     initial_config: dict[str, Any]
     involved_classes: list[str]
+    missed_function: dict[int, list[str]] = {}
+    """Functions that are described from a turn on, which has no message: of miss_func alone."""
 
 
 class Answer(BaseModel):
@@ -56,6 +59,8 @@ class Dialogue(BaseModel):
     scenario: dict[str, Any]
     """Initial state by name of an API."""
     apis: list[str]
+    held: dict[int, list[str]] = {}
+    """Functions that are not described before a turn, by that turn from 0."""
 
     @property
     def number(self) -> str:
@@ -120,13 +125,25 @@ class Source:
         return [
             Dialogue(
                 id=one.id,
-                requests=["\n".join(said.content for said in turn) for turn in one.question],
+                requests=[
+                    "\n".join(said.content for said in turn)
+                    if number not in one.missed_function
+                    else self.more_functions
+                    for number, turn in enumerate(one.question)
+                ],
                 answers=answers[one.id],
                 scenario=one.initial_config,
                 apis=one.involved_classes,
+                held=one.missed_function,
             )
             for one in entries
         ]
+
+    @cached_property
+    def more_functions(self) -> str:
+        """Return what BFCL's user says when functions are described that were held back."""
+        prompts: Any = _imported(_PROMPTS, self.folder)
+        return prompts.DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_FC
 
     def descriptions(self, api: str) -> list[dict[str, Any]]:
         """Return the descriptions of an API's functions: name, description, parameters."""
