@@ -259,7 +259,8 @@ class ExtractorSettings(Settings):
 
     enabled: bool = True
     agent: str = "default"
-    """who distils: default, an entry point of experiential.extractors, or module:attribute"""
+    """who distils: default (the model), template or transcript (functions, without a model), an
+    entry point of experiential.extractors, or module:attribute"""
     train: bool = True
     distill: bool = True
     """distil what is played; false keeps the bank as it was when training began"""
@@ -293,7 +294,7 @@ class RetrievalSettings(Settings):
 
     k: PositiveInt = 1
     strategy: str = "diverse"
-    """diverse (eq. 6), evidence, nearest, random, an entry point or module:attribute"""
+    """diverse (eq. 6), evidence, nearest, random, recent, an entry point or module:attribute"""
     pool: PositiveInt = 4
     """N: candidate sets of size K that are oversampled"""
     diversity: NonNegativeFloat = 0.4

@@ -15,6 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from experiential.agents.functions import (
+    FunctionExtractor,
+    template,
+    template_extractor,
+    transcript,
+)
 from experiential.bank.index.embed import CachedEmbedder, HashingEmbedder
 from experiential.cli.errors import run_app
 from experiential.cli.main import app
@@ -24,8 +30,6 @@ from experiential.evaluation.memories import (
     BM25Examples,
     Examples,
     Setup,
-    TemplateExtractor,
-    transcript,
 )
 from experiential.evaluation.play_log import PlayedEpisode, read_log
 from experiential.evaluation.stream import StreamKey, StreamPlan, replay, trajectory_of
@@ -208,7 +212,7 @@ def test_options_of_a_server_are_those_of_bench_run(
     assert "127.0.0.1:9" in capsys.readouterr().err
 
 
-class Counting(TemplateExtractor):
+class Counting(FunctionExtractor):
     """Counts what it distils."""
 
     calls = 0
@@ -220,7 +224,7 @@ class Counting(TemplateExtractor):
 
 def setup(folder: Path, extractor: Any = None) -> Setup:
     embedder = CachedEmbedder(HashingEmbedder())
-    return Setup(0, 2, folder, embedder, extractor or TemplateExtractor())
+    return Setup(0, 2, folder, embedder, extractor or template_extractor())
 
 
 def test_a_resumed_bank_does_not_distil_again_what_its_log_kept(tmp_path: Path) -> None:
@@ -229,7 +233,7 @@ def test_a_resumed_bank_does_not_distil_again_what_its_log_kept(tmp_path: Path) 
     episodes = [one for one in read_log(results) if isinstance(one, PlayedEpisode)]
     found: list[str] = []
     for number, kept in enumerate((True, False)):
-        extractor = Counting()
+        extractor = Counting(template)
         memory = BankMemory(setup(tmp_path / str(number), extractor))
         for one in episodes:
             if kept:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiential.agents.actor import blocking
+from experiential.agents.functions import template_extractor, transcript_extractor
 from experiential.agents.judge import Judge
 from experiential.agents.operations import (
     CONSOLIDATION,
@@ -34,6 +35,12 @@ from experiential.plugins import resolve
 from experiential.sync import run_sync
 from experiential.types import Add, Distillation, Generation, Message, Trajectory, Usage
 
+EXTRACTORS: dict[str, Callable[..., Extractor] | str] = {
+    "default": "experiential.agents.extractor:ExtractorAgent",
+    "template": template_extractor,
+    "transcript": transcript_extractor,
+}
+"""The built-in extractors by name."""
 _STOP = ("</answer>",)
 _FRAME_TOKENS = 16  # of an operation beside its text, at most
 _CHARS_PER_TOKEN = 3
@@ -45,8 +52,9 @@ def open_extractor(name: str, llm: LLM, **options: Any) -> Extractor:
     """Return the extractor called ``name``, asking ``llm``.
 
     Args:
-        name: ``default``, an entry point of ``experiential.extractors``, or ``module:attribute``: a
-            callable that takes the backend and keyword options and returns an `Extractor`.
+        name: ``default``, ``template`` or ``transcript`` (see `functions`), an entry point of
+            ``experiential.extractors``, or ``module:attribute``: a callable that takes the backend
+            and keyword options and returns an `Extractor`.
         llm: the backend to ask.
         **options: those of `ExtractorAgent`; a foreign extractor uses the ones it needs.
 
@@ -57,8 +65,7 @@ def open_extractor(name: str, llm: LLM, **options: Any) -> Extractor:
     >>> open_extractor("default", ScriptedLLM(["[]"]), max_operations=2).version
     0
     """
-    builtins: dict[str, Callable[..., Extractor] | str] = {"default": ExtractorAgent}
-    make = resolve("extractors", name, builtins)
+    make = resolve("extractors", name, EXTRACTORS)
     try:
         extractor = make(llm, **options)
     except (TypeError, ValueError) as error:

@@ -31,6 +31,8 @@ class RetrievalOptions(RetrievalSettings):
     hybrid: float = Field(default=0.0, ge=0.0, le=1.0)
     """weight of the words that query and entry share, beside their cosine; an entry then passes the
     floor by its share of words too"""
+    same_task: bool = False
+    """show only entries noted under the very task that is asked for, word for word"""
     exploration: NonNegativeFloat = 0.0
     """temperature of the draw over eq. 6 scores; 0 takes the best"""
     batch_size: PositiveInt = 16

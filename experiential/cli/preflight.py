@@ -10,12 +10,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from experiential.agents.extractor import EXTRACTORS
 from experiential.bank.index.embed import resolve_embedder
 from experiential.bank.index.site import checked_store
 from experiential.bank.options import bank_settings
 from experiential.bank.search.strategies import STRATEGIES
 from experiential.cli.trackers import TRACKERS
-from experiential.config import Experiment, ExtractorSettings, ModelSettings
+from experiential.config import Experiment, ModelSettings
 from experiential.errors import CheckpointError, ConfigError, MissingExtraError, ModelNotFoundError
 from experiential.llm.base import IN_PROCESS
 from experiential.llm.models import check_server, resolve_model
@@ -56,7 +57,7 @@ def check_experiment(experiment: Experiment, *, dry_run: bool = False) -> Placem
         ("runtimes", experiment.runtime, RUNTIMES),
         ("estimators", experiment.actor.estimator, ESTIMATORS),
         ("losses", experiment.actor.loss, LOSSES),
-        ("extractors", experiment.extractor.agent, {"default": ExtractorSettings}),
+        ("extractors", experiment.extractor.agent, EXTRACTORS),
         ("strategies", bank.retrieval.strategy, STRATEGIES),
         *(("trackers", name, TRACKERS) for name in experiment.run.trackers),
     ]

@@ -255,8 +255,8 @@ def play(
         ConfigError: the model does not answer, or an environment cannot be made.
     """
     from experiential.agents.extractor import ExtractorAgent
+    from experiential.agents.functions import template_extractor
     from experiential.bank.index.embed import CachedEmbedder, resolve_embedder
-    from experiential.evaluation.memories import TemplateExtractor
     from experiential.evaluation.stream import Tools, play_streams, stream_of
     from experiential.llm.metered import Metered
 
@@ -265,7 +265,7 @@ def play(
 
         def extractor(meter: Meter) -> Extractor:
             if llm is None:
-                return TemplateExtractor()
+                return template_extractor()
             return ExtractorAgent(Metered(llm, meter), prompts=prompts, seed=plan.seed)
 
         tools = Tools(

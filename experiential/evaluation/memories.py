@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from experiential.agents.prompts import cut_middle, kept_ends
+from experiential.agents.functions import template_extractor, transcript
 from experiential.bank.extractor import Extractor
 from experiential.bank.folder import FolderBank
 from experiential.bank.index.embed import CachedEmbedder
@@ -27,7 +27,6 @@ from experiential.errors import ConfigError
 from experiential.evaluation.arms import Placebo, Shuffled
 from experiential.plugins import resolve
 from experiential.types import (
-    Add,
     Condition,
     Distillation,
     Experience,
@@ -36,10 +35,6 @@ from experiential.types import (
     ParsedOperations,
     Trajectory,
 )
-
-EXAMPLE_LIMIT = 4000
-"""Characters of a past episode that is shown as an example; the middle turns of more are cut."""
-_ENTRY_LIMIT = 1500
 
 
 class Memory(Protocol):
@@ -72,7 +67,7 @@ class Setup:
     embedder: CachedEmbedder
     """Of texts; vectors have unit length."""
     extractor: Extractor
-    """Distils episodes: a language model, or the `TemplateExtractor` where none is chosen."""
+    """Distils episodes: a language model, or the extractor ``template`` where none is chosen."""
 
 
 MakeMemory = Callable[[Setup], Memory]
@@ -130,47 +125,6 @@ class BM25Examples(Examples):
         newest = [*reversed(range(len(self._texts)))]
         best = BM25([self._texts[i] for i in newest]).best(task, self._setup.k) if newest else []
         return [newest[place] for place in best]
-
-
-def transcript(trajectory: Trajectory, limit: int = EXAMPLE_LIMIT) -> str:
-    """Return an episode in words: task, first observation, actions with their answers, outcome.
-
-    Of more than ``limit`` characters of play, the middle turns are left out.
-    """
-    share = limit // 4
-    turns = [
-        f"> {cut_middle(turn.action, share)}\n{cut_middle(turn.feedback, share)}"
-        for turn in trajectory.turns
-    ]
-    head, tail = kept_ends([len(turn) for turn in turns], limit)
-    if missing := len(turns) - head - tail:
-        turns[head : head + missing] = [f"({missing} turns left out)"]
-    opening = cut_middle(trajectory.turns[0].observation, share) if trajectory.turns else ""
-    outcome = {True: "success", False: "failure", None: "unknown"}[trajectory.success]
-    return "\n".join([f"Task: {trajectory.task}", opening, *turns, f"Outcome: {outcome}"])
-
-
-class TemplateExtractor:
-    """Write one entry per episode by a fixed template, without a model."""
-
-    version = 0
-
-    async def adistill(self, trajectory: Trajectory, shown: Sequence[Experience]) -> Distillation:
-        """Return the actions of an episode, its last answer and its outcome as one entry."""
-        actions = cut_middle("; ".join(turn.action for turn in trajectory.turns), _ENTRY_LIMIT // 2)
-        last = trajectory.turns[-1].feedback if trajectory.turns else ""
-        outcome = "solved" if trajectory.success else "not solved"
-        text = f"{trajectory.task} Tried: {actions}. It was {outcome}."
-        text = cut_middle(f"{text} Last answer: {last}" if last else text, _ENTRY_LIMIT)
-        return Distillation(parsed=ParsedOperations(operations=(Add(text=text),)))
-
-    async def arefine(self, query: str, experience: Experience) -> tuple[str, Generation | None]:
-        """Return the entry as it is."""
-        return experience.text, None
-
-    async def amerge(self, experiences: Sequence[Experience]) -> Distillation:
-        """Merge nothing."""
-        return Distillation()
 
 
 class _Replayed:
@@ -261,7 +215,7 @@ class BankMemory:
 
 
 def _template(setup: Setup) -> BankMemory:
-    return BankMemory(Setup(setup.seed, setup.k, setup.folder, setup.embedder, TemplateExtractor()))
+    return BankMemory(Setup(setup.seed, setup.k, setup.folder, setup.embedder, template_extractor()))
 
 
 NONE = "none"

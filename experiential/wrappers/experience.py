@@ -125,7 +125,7 @@ class ExperienceWrapper(BankWrapper):
         bank_or_manager: a bank, for which a manager is built and closed with this wrapper, or a
             manager, which stays open.
         extractor: the agent that distils trajectories, when a bank is given.
-        k: entries per retrieval.
+        k: entries per retrieval; None takes the manager's ``retrieval.k``.
         when: retrieve at ``episode`` start, at every ``turn``, or ``both``.
         inject: prepend the experience to the ``observation``, put it in
             ``info["experience_prompt"]`` (``system``), or ``none``.
@@ -157,7 +157,7 @@ class ExperienceWrapper(BankWrapper):
         bank_or_manager: BankOrManager,
         *,
         extractor: Extractor | None = None,
-        k: int = 1,
+        k: int | None = None,
         when: When = "episode",
         inject: Inject = "observation",
         guided: bool | None = None,
@@ -402,9 +402,9 @@ def layers(env: gym.Env[Any, Any]) -> Iterator[gym.Env[Any, Any]]:
         yield env
 
 
-def check_retrieval(k: int, when: str, inject: str, where: Filter | None = None) -> None:
+def check_retrieval(k: int | None, when: str, inject: str, where: Filter | None = None) -> None:
     """Check the arguments of retrieval."""
-    if k < 1:
+    if k is not None and k < 1:
         raise ValueError(f"Expected k to be positive, got {k}")
     require_choice("when", when, When)
     require_choice("inject", inject, Inject)

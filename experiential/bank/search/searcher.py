@@ -31,7 +31,7 @@ _MOST = 512
 """Queries of one batch, when so many wait because all workers are busy."""
 _MOST_QUERIES = 4096
 CROWD = 1024
-"""Candidates at most that lie as near as the best."""
+"""Candidates at most that lie as near as the best, or among which the newest are looked for."""
 CLOSED = "Expected an open manager, got a closed one; make a new ExperienceManager"
 Rows = list[list[Hit]]
 
@@ -155,8 +155,14 @@ class Searcher:
     ) -> list[Request | None]:
         """Check the arguments of a search; return a request for each query, None if it is blank."""
         k, now = self._settings.k if k is None else k, time.perf_counter()
-        queries, scope = checked_queries(query, k, blank=True), Scope(exclude, Where.of(where))
-        return [Request(one, k, scope, now) if one.strip() else None for one in queries]
+        queries, asked = checked_queries(query, k, blank=True), Where.of(where)
+
+        def scope(query: str) -> Scope:
+            if not self._settings.same_task:
+                return Scope(exclude, asked)
+            return Scope(exclude, Where({**(asked.fields if asked else {}), "task": query}))
+
+        return [Request(one, k, scope(one), now) if one.strip() else None for one in queries]
 
     def search(self, requests: Sequence[Request | None]) -> Rows:
         """Return the hits of each request, none for None.
@@ -192,6 +198,8 @@ class Searcher:
         hybrid = self._settings.hybrid > 0.0
         wanted = max(request.k for request in batch) * self._settings.pool * PER_PLACE
         wanted *= 4 if self._settings.strategy == "evidence" else 1
+        if self._settings.strategy == "recent":  # the newest need not be the nearest
+            wanted = max(wanted, CROWD)
         # A query that a group asks several times is run once.
         keys = [(request.query, request.scope) for request in batch]
         distinct = {key: place for place, key in enumerate(dict.fromkeys(keys))}
@@ -215,7 +223,10 @@ class Searcher:
         for request, row in zip(batch, rows, strict=True):
             self._query = request.query
             found = self._found = {scored.item.id: scored for scored in row}
-            candidates = [Candidate(id, scored.score, scored.words) for id, scored in found.items()]
+            candidates = [
+                Candidate(id, scored.score, scored.words, scored.item.provenance.commit or 0)
+                for id, scored in found.items()
+            ]
             chosen = select(candidates, self._seen, settings, self._rng, request.k, self._strategy)
             if not self._bank.read_only:
                 self._bank.note_retrievals(candidate.id for candidate, _ in chosen)

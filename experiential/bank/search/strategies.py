@@ -38,11 +38,13 @@ class Candidate(NamedTuple):
         cosine: similarity to the query, in [-1, 1].
         words: weighted share of the query's words in the entry, in [0, 1]; 0 without hybrid
             retrieval.
+        commit: that wrote this version of the entry; 0 where the bank does not say.
     """
 
     id: str
     cosine: float
     words: float = 0.0
+    commit: int = 0
 
     def relevance(self, hybrid: float) -> float:
         """Return (1 - w) cosine + w words, by which candidates are ranked; w is ``hybrid``."""
@@ -223,6 +225,17 @@ def nearest(
 ) -> Picks:
     """Choose the ``k`` nearest, always the same ones, as most systems do."""
     return [(candidate, 1.0) for candidate in candidates[:k]]
+
+
+@strategy("recent")
+def recent(
+    candidates: Candidates, seen: Retrievals, settings: RetrievalOptions, rng: Random, k: int
+) -> Picks:
+    """Choose the ``k`` written last, newest first, however near they are.
+
+    With ``same_task`` these are the last notes on the very task.
+    """
+    return [(one, 1.0) for one in sorted(candidates, key=lambda one: -one.commit)[:k]]
 
 
 NEAR = 0.05
