@@ -321,7 +321,7 @@ class Rollout:
             asking["exclude_same_instance"] = True
             tool = SearchAndAskWrapper(base, bank=self._manager, max_calls=self._lookups, **asking)
             return tool, inner
-        options: dict[str, Any] = {"inject": "system", "exclude_same_instance": True}
+        options: dict[str, Any] = {"inject": "system", "exclude_same_instance": True, "k": None}
         env: gym.Env[str, str] = ExperienceWrapper(base, self._manager, **options)
         return SearchAndAskWrapper(env, max_calls=self._calls) if self._calls else env, inner
 

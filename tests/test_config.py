@@ -38,6 +38,8 @@ def test_the_recipes_of_the_paper_are_there() -> None:
         "offline",
         "static-online",
         "exp-only",
+        "history",
+        "template",
     }
     ablations = {
         f"complementary-{name}"

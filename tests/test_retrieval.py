@@ -179,6 +179,24 @@ def test_random_draws_each_of_the_pool_alike_and_says_so():
     assert select([], seen, settings, source, k=2) == []
 
 
+def test_recent_shows_the_last_notes_on_the_very_task_and_only_those(tmp_path):
+    retrieval = {"strategy": "recent", "same_task": True, "floor": -1.0}
+    with ExperienceBank(tmp_path / "bank", embedder="hashing") as bank:
+        for text in ("open the red door", "try the green lever", "sing"):
+            bank.add(text, task="open the red door")
+            bank.add(f"elsewhere: {text}", task="open the blue door")
+        with ExperienceManager(bank, retrieval=retrieval) as manager:
+
+            def texts(k, **options):
+                hits = manager.search("open the red door", k=k, **options)
+                return [hit.experience.text for hit in hits]
+
+            assert texts(1) == ["sing"]  # the nearest is the oldest
+            assert texts(9) == ["sing", "try the green lever", "open the red door"]
+            assert texts(1, where={"kind": "rule"}) == []
+            assert manager.search("open the door") == []
+
+
 def test_a_registered_strategy_is_chosen_by_name_and_an_unknown_one_refused(tmp_path):
     @strategy("last")
     def last(found, seen, settings, source, k):
@@ -192,7 +210,8 @@ def test_a_registered_strategy_is_chosen_by_name_and_an_unknown_one_refused(tmp_
             with ExperienceManager(bank, retrieval={"strategy": "last", "floor": 0.3}) as manager:
                 assert manager.search("open the red door")[0].experience.text == "open the red gate"
             with pytest.raises(
-                ConfigError, match="diverse, nearest, evidence, random, last.*; did you mean 'last'"
+                ConfigError,
+                match="diverse, nearest, evidence, random, recent, last.*; did you mean 'last'",
             ):
                 ExperienceManager(bank, retrieval={"strategy": "lasd"})
     finally:

@@ -222,6 +222,27 @@ def test_a_frozen_policy_keeps_its_weights(tmp_path: Path, recipe: str, still: i
     assert torch.equal(weights(runtimes[still]), before[still])
 
 
+@pytest.mark.parametrize(
+    ("recipe", "guided", "opening"), [("history", 8, "Task: Open the"), ("template", 4, "Open the")]
+)
+def test_a_function_writes_what_the_actor_reads_about_the_same_task(
+    tmp_path: Path, recipe: str, guided: int, opening: str
+) -> None:
+    settings = ("bank.retrieval.floor=-1", "bank.retrieval.k=2", "eval.before=false")
+    # One world, met in both steps: the second reads what the first one left, two entries each.
+    world = "env.train={split: train, worlds: 1}"
+    chosen = (*settings, world, "actor.groups=1", "actor.group_size=8", "eval.after=false")
+    own = policies()
+    runtimes = (own[0], own[0])  # one policy: no model writes
+    Trainer(experiment(recipe, *chosen), tmp_path, runtimes=runtimes).run()
+    with ExperienceBank(tmp_path / "bank", embedder="hashing", read_only=True) as bank:
+        texts = [entry.text for entry in bank.entries()]
+    assert texts and all(text.startswith(opening) for text in texts)
+    assert all(("Outcome:" in text) == (recipe == "history") for text in texts)
+    rows = [e["rows"] for e in read_events(tmp_path / "episodes.jsonl")]
+    assert sorted(row["uses"] for row in rows[1]) == [0] * (8 - guided) + [2] * guided
+
+
 class Failing(LocalRuntime):
     """Fails every third request."""
 

@@ -215,7 +215,9 @@ class BankMemory:
 
 
 def _template(setup: Setup) -> BankMemory:
-    return BankMemory(Setup(setup.seed, setup.k, setup.folder, setup.embedder, template_extractor()))
+    return BankMemory(
+        Setup(setup.seed, setup.k, setup.folder, setup.embedder, template_extractor())
+    )
 
 
 NONE = "none"

@@ -157,7 +157,7 @@ class ExperienceWrapper(BankWrapper):
         bank_or_manager: BankOrManager,
         *,
         extractor: Extractor | None = None,
-        k: int | None = None,
+        k: int | None = 1,
         when: When = "episode",
         inject: Inject = "observation",
         guided: bool | None = None,

@@ -86,7 +86,7 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
         bank_or_manager: BankOrManager,
         *,
         extractor: Extractor | None = None,
-        k: int | None = None,
+        k: int = 1,
         when: When = "episode",
         inject: Inject = "observation",
         guided: bool | None | Sequence[bool | None] = None,

@@ -227,17 +227,6 @@ def nearest(
     return [(candidate, 1.0) for candidate in candidates[:k]]
 
 
-@strategy("recent")
-def recent(
-    candidates: Candidates, seen: Retrievals, settings: RetrievalOptions, rng: Random, k: int
-) -> Picks:
-    """Choose the ``k`` written last, newest first, however near they are.
-
-    With ``same_task`` these are the last notes on the very task.
-    """
-    return [(one, 1.0) for one in sorted(candidates, key=lambda one: -one.commit)[:k]]
-
-
 NEAR = 0.05
 """Relevance below the best within which an entry is as near as the best."""
 LEAST = 0.4
@@ -338,3 +327,14 @@ def at_random(
     pool = candidates[: settings.pool * k]
     count = min(k, len(pool))
     return [(candidate, count / len(pool)) for candidate in rng.sample(pool, count)]
+
+
+@strategy("recent")
+def recent(
+    candidates: Candidates, seen: Retrievals, settings: RetrievalOptions, rng: Random, k: int
+) -> Picks:
+    """Choose the ``k`` written last, newest first, however near they are.
+
+    With ``same_task`` these are the last notes on the very task.
+    """
+    return [(one, 1.0) for one in sorted(candidates, key=lambda one: -one.commit)[:k]]
