@@ -105,8 +105,10 @@ ROWS = {
         Row("frozenlake-erl", "experiential/FrozenLake-v0", {"preset": "erl"}),
         Row("frozenlake-4x4", "experiential/FrozenLake-v0", {"preset": "4x4"}),
         Row("frozenlake-8x8", "experiential/FrozenLake-v0", {"preset": "8x8"}),
+        Row("frozenlake-dialects", "experiential/FrozenLake-v0", {"preset": "dialects"}),
         Row("sokoban-erl", "experiential/Sokoban-v0", {"preset": "erl"}),
         Row("sokoban-complementary", "experiential/Sokoban-v0", {"preset": "complementary"}),
+        Row("sokoban-dialects", "experiential/Sokoban-v0", {"preset": "dialects"}),
         *(
             Row(
                 f"minihack-{preset}",

@@ -38,7 +38,7 @@ def advice(kind: str, env: Any, task: str, bank: FolderBank) -> str | None:
     if kind == "nothing":
         return None
     if kind == "rules":
-        agent, goal, hole, free = env.rules.symbols[:4]
+        agent, goal, hole, free = env.symbols[:4]
         return f"You are {agent}. Take the shortest way to {goal} over {free}. Never enter {hole}."
     if kind == "way":
         return f"Go {', then '.join(env.plan())}."

@@ -13,6 +13,9 @@ is used as well as it can be, so that a row bounds what an agent with this memor
 * ``vault-law``, ``vault-law-no-note``: a bank is filled on the training split and only read on the
   evaluation split. Its transcripts are found by the first word of the name (which the law goes by),
   or by the second (which says nothing).
+* ``frozenlake-dialects``, ``sokoban-dialects``: the player keeps the dialects that agree with all
+  it remembers and with this visit so far, and goes the shortest way under a likeliest one of them.
+  ``chance`` draws its moves blindly.
 """
 
 from __future__ import annotations
@@ -23,11 +26,15 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from experiential.envs.dialect import DIRECTIONS, Dialect
+from experiential.envs.frozen_lake import FrozenLakeEnv, Lake
+from experiential.envs.sokoban import Room, SokobanEnv
 from experiential.envs.text_env import Info, TextEnv
 from experiential.envs.vault import VaultEnv
 
@@ -190,10 +197,128 @@ def vault_law(worlds: int, note: bool = True) -> dict[str, Any]:
     }
 
 
+def read_lake(rows: list[str], symbols: str) -> tuple[Lake, float] | None:
+    """Return the lake of a first grid under some symbols, and the log of how likely its tiles are.
+
+    None if it is no lake under them.
+    """
+    text = "".join(rows)
+    if text.count(symbols[0]) != 1 or text.count(symbols[1]) != 1:
+        return None
+    letters = str.maketrans(symbols, "SGHF")
+    holes, safe = text.count(symbols[2]), text.count(symbols[3])
+    return Lake.parse([row.translate(letters) for row in rows]), float(
+        holes * np.log(0.27) + safe * np.log(0.73)
+    )
+
+
+def read_room(rows: list[str], symbols: str) -> tuple[Room, float] | None:
+    """Return the room of a first grid under some symbols, as ``read_lake`` does; all as likely."""
+    agent, agent_on, box, box_on, goal, wall, _ = symbols
+    text, edge = "".join(rows), rows[0] + rows[-1] + "".join(row[0] + row[-1] for row in rows)
+    if set(edge) != {wall} or agent_on in text or box_on in text:
+        return None
+    if text.count(agent) != 1 or text.count(box) != text.count(goal) or box not in text:
+        return None
+    cells = {(r, c): symbol for r, row in enumerate(rows) for c, symbol in enumerate(row)}
+    walls, goals, boxes, starts = (
+        frozenset(cell for cell, found in cells.items() if found == one)
+        for one in (wall, goal, box, agent)
+    )
+    return Room(len(rows), walls, goals, boxes, next(iter(starts))), 0.0
+
+
+class Deducer:
+    """Play a grid by the dialects that explain everything seen.
+
+    Args:
+        env: an environment of the same preset, on which dialects are tried.
+        read: reads a first grid under some symbols.
+        seed: decides between dialects that are equally likely.
+    """
+
+    def __init__(
+        self, env: FrozenLakeEnv | SokobanEnv, read: Callable[..., Any], seed: int = 0
+    ) -> None:
+        self.env, self.read, self.rng = env, read, np.random.default_rng(seed)
+        boards: list[tuple[str, ...]] = list(permutations(env.dialect.symbols))
+        self.boards = ["".join(board) for board in boards]
+        self.moves: list[tuple[str, ...]] = list(permutations(DIRECTIONS))
+        env.reset(seed=0)
+
+    def explained(self, dialects: Sequence[Dialect], grid: str, turns: Transcript) -> list[Any]:
+        """Return the dialects under which this visit comes about, each with how likely it is."""
+        rows, found = ["".join(row.split()) for row in grid.split("\n")], list[Any]()
+        for dialect in dialects:
+            start = self.read(rows, dialect.symbols)
+            if start is None:
+                continue
+            self.env.dialect = dialect
+            self.env.begin_on(start[0])
+            if all(self.env.step(turn.action)[0] == turn.after for turn in turns):
+                found.append((dialect, start[1]))
+        return found
+
+    def remembered(self, past: Sequence[Transcript]) -> list[Dialect]:
+        """Return the dialects that explain all remembered visits."""
+        firsts = [visit[0].observation for visit in past]
+        boards = self.boards
+        for grid in firsts:
+            rows = ["".join(row.split()) for row in grid.split("\n")]
+            boards = [board for board in boards if self.read(rows, board) is not None]
+        dialects = [Dialect("", board, moves) for board in boards for moves in self.moves]
+        for grid, visit in zip(firsts, past, strict=True):
+            dialects = [one for one, _ in self.explained(dialects, grid, visit)]
+        return dialects
+
+    def __call__(
+        self, observation: str, info: Info, past: Sequence[Transcript], now: Transcript
+    ) -> str:
+        """Return the next word of a shortest way under a likeliest dialect."""
+        grid = now[0].observation if now else observation
+        if not now:
+            rows = ["".join(row.split()) for row in grid.split("\n")]
+            boards = {board for board in self.boards if self.read(rows, board) is not None}
+            self.open = [one for one in self.remembered(past) if one.symbols in boards]
+        found = self.explained(self.open, grid, now)
+        self.open = [one for one, _ in found]
+        best = max(weight for _, weight in found)
+        likeliest = [dialect for dialect, weight in found if weight == best]
+        dialect = likeliest[int(self.rng.integers(len(likeliest)))]
+        self.explained([dialect], grid, now)  # puts the board where this visit stands
+        plan = self.env.plan()
+        return plan[0] if plan else DIRECTIONS[int(self.rng.integers(4))]
+
+
+def blind(seed: int = 0) -> Player:
+    """Return a player that draws from the admissible actions."""
+    rng = np.random.default_rng(seed)
+    return lambda observation, info, past, now: str(rng.choice(info["admissible"]))
+
+
+def dialects(
+    make: type[FrozenLakeEnv] | type[SokobanEnv], read: Callable[..., Any], worlds: int
+) -> dict[str, Any]:
+    """Measure success by visit, four visits to each dialect of the evaluation split."""
+    count = min(worlds, 120)
+    windows = {"none": 0, "last visit": 1, "all visits": None}
+
+    def env() -> FrozenLakeEnv | SokobanEnv:
+        return make("eval", preset="dialects", dialects=count)
+
+    found = {
+        name: play(env(), Deducer(env(), read), 4, window=window).mean(axis=0).tolist()
+        for name, window in windows.items()
+    }
+    return {"chance": play(env(), blind(), 4, window=0).mean(axis=0).tolist(), **found}
+
+
 PARTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "vault-no-note": vault_no_note,
     "vault-law": vault_law,
     "vault-law-no-note": lambda worlds: vault_law(worlds, note=False),
+    "frozenlake-dialects": lambda worlds: dialects(FrozenLakeEnv, read_lake, worlds),
+    "sokoban-dialects": lambda worlds: dialects(SokobanEnv, read_room, worlds),
 }
 
 

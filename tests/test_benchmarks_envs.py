@@ -35,6 +35,7 @@ def test_rows_are_chosen_by_name_or_first_word_and_another_name_is_refused() -> 
         "vault",
         "sokoban-erl",
         "sokoban-complementary",
+        "sokoban-dialects",
     ]
     assert len(chosen(None)) == len(ROWS)
     with pytest.raises(ConfigError, match="Expected rows among vault"):

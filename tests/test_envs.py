@@ -68,6 +68,9 @@ VARIANTS: list[Any] = [
         {"sizes": [5, 5], "budget": 12, "symbols": "wxyz", "feedback": "neutral"},
     ),
     ("experiential/Sokoban-v0", {"preset": "complementary"}),
+    ("experiential/FrozenLake-v0", {"preset": "dialects", "split": "dev"}),
+    ("experiential/Sokoban-v0", {"preset": "dialects", "legend": True}),
+    ("experiential/Vault-v0", {"note": False, "law": "first", "split": "dev"}),
     (
         "experiential/Sokoban-v0",
         {"sizes": [5, 6], "boxes": 2, "max_solution": 12, "budget": 14, "feedback": False},

@@ -198,7 +198,7 @@ def test_transitions_keep_walls_and_the_number_of_boxes_and_push_at_most_one(
         (row, column), boxes = env.state
         _, reward, terminated, truncated, info = env.step(action)
         agent, after = env.state
-        down, right = MOVES[action]
+        down, right = MOVES[env.dialect.direction(action)]
         assert agent in {(row, column), (row + down, column + right)}
         assert (
             len(after) == len(boxes)

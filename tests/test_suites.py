@@ -114,6 +114,7 @@ def test_the_suites_are_those_of_the_issue_and_name_only_registered_environments
         "bfcl-miss-param",
         "crossep-tool",
         "vault",
+        "lasting",
     }
     assert {task.id for suite in SUITES.values() for task in suite.tasks} <= set(ENVS)
     assert all(suite.source for suite in SUITES.values())

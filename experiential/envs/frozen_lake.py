@@ -11,7 +11,7 @@ import numpy as np
 from gymnasium.envs.toy_text.frozen_lake import MAPS
 from pydantic import BaseModel, Field
 
-from experiential.envs.arguments import distinct, ordered, with_preset
+from experiential.envs.arguments import distinct, inside, ordered, with_preset
 from experiential.envs.grid import (
     MAX_DRAWS,
     MOVES,
@@ -22,10 +22,10 @@ from experiential.envs.grid import (
     Wording,
     rows_of,
 )
+from experiential.envs.names import NAMED_SPLITS, NamedSplit
 from experiential.envs.published import read_layouts
 from experiential.envs.shortest_path import shortest_path
-from experiential.envs.split import Split, split_of
-from experiential.envs.text_env import Info
+from experiential.envs.split import is_of
 from experiential.errors import ConfigError
 
 _SALT = 0x1CE
@@ -79,10 +79,16 @@ class LakeRules:
     budget: int = 8
     symbols: str = "ABCD"
     rows: tuple[str, ...] = ()
+    shortest: int = 0
+    dialects: int = 0
 
     def __post_init__(self) -> None:
         ordered("sizes", self.sizes, 2, 32)
         ordered("frozen", self.frozen, 0.0, 1.0)
+        if self.budget > 0:  # else refused below, by the name of the argument
+            inside("shortest", self.shortest, 0, self.budget)
+        if self.dialects and self.rows:
+            raise ConfigError("Expected no dialects with a fixed map, got some; draw layouts")
         distinct(self.symbols, 6 if len(self.symbols) == 6 else 4)
         distinct((self.symbols + _OTHERS)[:6], 6)
 
@@ -91,14 +97,15 @@ LAKES: dict[str, LakeRules] = {
     "erl": LakeRules(),
     "4x4": LakeRules(budget=100, symbols="PGHF", rows=tuple(MAPS["4x4"])),
     "8x8": LakeRules(budget=200, symbols="PGHF", rows=tuple(MAPS["8x8"])),
+    "dialects": LakeRules(sizes=(4, 6), shortest=3, dialects=32),
 }
-"""``erl`` draws layouts as the paper does; the others are Gymnasium's own, in its letters (P is the
-agent).
+"""``erl`` draws layouts as the paper does; ``4x4`` and ``8x8`` are Gymnasium's own, in its letters
+(P is the agent); ``dialects`` has 32 worlds, each with meanings of its own for symbols and moves.
 """
 
 
 @lru_cache(maxsize=16_384)
-def draw_lake(rules: LakeRules, split: Split, index: int, attempt: int = 0) -> Lake:
+def draw_lake(rules: LakeRules, split: NamedSplit, index: int, attempt: int = 0) -> Lake:
     """Draw layout ``index`` of a split: its content is of the split, its goal within reach.
 
     Size and share of frozen tiles are drawn once, so that rejection does not favour small or open
@@ -108,7 +115,9 @@ def draw_lake(rules: LakeRules, split: Split, index: int, attempt: int = 0) -> L
     if rules.rows:
         return Lake.parse(rules.rows)
     again = [attempt] if attempt else []
-    rng = np.random.default_rng([_SALT, split == "eval", index, *again])
+    four = rules.dialects > 0
+    stream = 2 + NAMED_SPLITS.index(split) if four else int(split == "eval")
+    rng = np.random.default_rng([_SALT, stream, index, *again])
     size = int(rng.integers(rules.sizes[0], rules.sizes[1] + 1))
     frozen = float(rng.uniform(*rules.frozen))
     for _ in range(MAX_DRAWS):
@@ -117,8 +126,10 @@ def draw_lake(rules: LakeRules, split: Split, index: int, attempt: int = 0) -> L
         thawed = np.argwhere(rng.random((size, size)) >= frozen).tolist()
         holes = frozenset((row, column) for row, column in thawed) - {start, goal}
         lake = Lake(size, start, goal, holes)
-        if split_of(lake.content) == split and lake.path(lake.start, rules.budget) is not None:
-            return lake
+        if is_of(lake.content, split, four=four):
+            way = lake.path(lake.start, rules.budget)
+            if way is not None and len(way) >= rules.shortest:
+                return lake
     raise ConfigError(
         f"Expected rules that admit layouts of size {size} in split {split}, got {rules}; allow"
         " more frozen tiles or moves"
@@ -201,11 +212,13 @@ class FrozenLakeEnv(GridEnv):
         "moved": "",
         "blocked": "No valid actions were recorded.",
     }
+    roles = ("is the agent", "is the goal", "is a hole", "is safe")
+    aim = "Cross the ice"
     presets = {name: asdict(rules) for name, rules in LAKES.items()}
 
     def __init__(
         self,
-        split: Split = "train",
+        split: NamedSplit = "train",
         *,
         data: str | None = None,
         sizes: tuple[int, int] | None = None,
@@ -213,39 +226,60 @@ class FrozenLakeEnv(GridEnv):
         budget: int | None = None,
         symbols: str | None = None,
         layouts: int | None = None,
+        shortest: int | None = None,
+        dialects: int | None = None,
+        legend: bool = False,
         feedback: Wording = True,
         preset: str | None = None,
         render_mode: str | None = None,
     ) -> None:
         sides = None if sizes is None else tuple(sizes)
         shares = None if frozen is None else tuple(frozen)
-        given: dict[str, Any] = dict(sizes=sides, frozen=shares, budget=budget, symbols=symbols)
+        given: dict[str, Any] = {
+            "sizes": sides, "frozen": shares, "budget": budget, "symbols": symbols,
+            "shortest": shortest, "dialects": dialects,
+        }  # fmt: skip
         self.rules = rules = LakeRules(**with_preset(preset or "erl", self.presets, {}, **given))
         self._rows: list[tuple[int, int, float]] = []
         if data is not None:
             if rules.rows:
                 raise ConfigError(f"Expected no data with the fixed map {preset}, got {data!r}")
-            rows = read_layouts(data, split, _Row, layouts, sizes=sizes, frozen=frozen)
+            drawn = dict(
+                sizes=sizes, frozen=frozen, shortest=shortest, dialects=rules.dialects or None
+            )
+            rows = read_layouts(data, split, _Row, layouts, **drawn)
             self._rows = [(row.seed, row.size, row.p) for row in rows]
             self.name, self._digested = "frozenlake-published", len(rows)
         count = 1 if rules.rows else len(self._rows) or layouts
-        super().__init__(split, count, rules.budget, rules.symbols[:4], feedback, render_mode)
+        super().__init__(
+            split,
+            count,
+            rules.budget,
+            rules.symbols[:4],
+            feedback,
+            render_mode,
+            rules.dialects,
+            legend,
+        )
 
-    def plan(self) -> list[str] | None:
+    def _solve(self) -> list[str] | None:
         """Return a shortest way from here to the goal, or None (the agent is in a hole)."""
         return None if self.agent in self.lake.holes else self.lake.path(self.agent)
 
     def _layout(self, world: int) -> Lake:
         if self._rows:
             return _published(self._rows[world], self.budget)
-        if self.split == "eval" and not self.rules.rows:
+        if self.split == "eval" and not self.rules.rows and not self.rules.dialects:
             return _held_out(self.rules)[world]
         return draw_lake(self.rules, self.split, world)
 
-    def _begin(self, world: int) -> tuple[str, Info]:
-        self.lake = self._layout(world)
-        self.agent = self.lake.start
-        return super()._begin(world)
+    def _place(self, layout: Lake) -> None:
+        self.lake, self.agent = layout, layout.start
+
+    @property
+    def symbols(self) -> str:
+        """Return the symbols shown: agent, goal, hole, safe tile, agent in a hole, on the goal."""
+        return (self.dialect.symbols + self.rules.symbols[4:] + _OTHERS)[:6]
 
     def _move(self, delta: Cell) -> Event:
         after = (self.agent[0] + delta[0], self.agent[1] + delta[1])
@@ -257,7 +291,7 @@ class FrozenLakeEnv(GridEnv):
         return "lost" if after in self.lake.holes else "moved"
 
     def _tiles(self) -> tuple[int, dict[Cell, str], str]:
-        agent, goal, hole, frozen, fallen, arrived = (self.rules.symbols + _OTHERS)[:6]
+        agent, goal, hole, frozen, fallen, arrived = self.symbols
         tiles = {**dict.fromkeys(self.lake.holes, hole), self.lake.goal: goal}
         tiles[self.agent] = {hole: fallen, goal: arrived}.get(tiles.get(self.agent, ""), agent)
         return self.lake.size, tiles, frozen

@@ -8,9 +8,11 @@ from threading import Lock
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from experiential.envs.action_text import parse_action
-from experiential.envs.arguments import one_of, positive
-from experiential.envs.split import Split
+from experiential.envs.arguments import inside, one_of, positive
+from experiential.envs.dialect import DIRECTIONS, Dialect, dialects_of
+from experiential.envs.names import NAMED_SPLITS, NamedSplit
 from experiential.envs.text_env import Info, Step, TextEnv
+from experiential.errors import ConfigError
 
 Cell = tuple[int, int]
 Event = Literal["won", "lost", "limit", "moved", "blocked"]
@@ -84,49 +86,80 @@ class GridEnv(TextEnv):
     symbols are never explained. A spent budget truncates the episode. Every reading failure and
     every move without effect costs one step.
 
-    A subclass passes the moves allowed (``budget``), the symbols shown, in the order of the task's
-    wording, and the number of layouts; the other arguments are the user's.
+    With ``dialects`` a world is a dialect, and the seed draws the layout; without, a world is a
+    layout.
+
+    A subclass passes the moves allowed (``budget``), the symbols shown, one for each of its
+    ``roles``, and the number of layouts; the other arguments are the user's.
     """
 
     name: str
     """Start of ``info["task_id"]`` and ``info["instance"]``."""
     wording: dict[Event, str]
     """What the paper calls each event."""
+    roles: tuple[str, ...]
+    """What the symbols stand for, in their order."""
+    aim: str
+    """What is asked in a dialect, in few words, so that its name tells tasks apart."""
     _digested = 100
 
     def __init__(
         self,
-        split: Split,
+        split: NamedSplit,
         layouts: int | None,
         budget: int,
         symbols: str,
         feedback: Wording,
         render_mode: str | None,
+        dialects: int = 0,
+        legend: bool = False,
     ) -> None:
-        one_of("split", split, ("train", "eval"))
+        one_of("split", split, NAMED_SPLITS if dialects else ("train", "eval"))
         one_of("feedback", feedback, (True, False, "neutral"))
+        if legend and not dialects:
+            raise ConfigError("Expected legend only with dialects, got it without")
         if layouts is None:
-            layouts = 10_000 if split == "train" else 100
+            layouts = 10_000 if dialects or split == "train" else 100
         positive(layouts=layouts, budget=budget)
-        super().__init__(layouts, longest=4096, longest_action=4096, render_mode=render_mode)
-        self.split: Split = split
-        self.layouts, self.budget = layouts, budget
-        self._symbols, self._feedback = symbols, feedback
+        self.dialects = (Dialect("", symbols),)
+        if dialects:
+            known = dialects_of(split, symbols)
+            inside(f"dialects of split {split}", dialects, 1, len(known))
+            self.dialects = known[:dialects]
+        worlds = dialects or layouts
+        super().__init__(worlds, longest=4096, longest_action=4096, render_mode=render_mode)
+        self.split: NamedSplit = split
+        self.layouts, self.budget, self.legend = layouts, budget, legend
+        self._feedback = feedback
+        self.dialect = self.dialects[0]
 
     @property
     def task(self) -> str:
         """Return the task in words; the agent must find out what the symbols mean."""
-        symbols, moves = " ".join(self._symbols), ", ".join(MOVES)
+        if self.dialect.name:
+            return f"{self.aim} in the dialect of {self.dialect.name}."
+        symbols, moves = " ".join(self.dialect.symbols), ", ".join(MOVES)
         return f"Win on a grid of the symbols {symbols} within {self.budget} moves ({moves})."
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, Info]:
-        """Start an episode on the layout of option ``layout`` or ``world``, else on a drawn one."""
+        """Start an episode on the layout of option ``layout`` or ``world``, else on a drawn one.
+
+        With dialects ``world`` is the dialect and ``layout`` the layout, each drawn if not given.
+        """
         given = options or {}
-        if "layout" in given:
+        if "layout" in given and not self.dialect.name:
             given = {**given, "world": given["layout"]}
         return super().reset(seed=seed, options=given)
+
+    def begin_on(self, layout: Any) -> None:
+        """Begin an episode on a given layout in the present dialect, to look ahead or to compare.
+
+        It has the number and the instance of the last reset; the next reset begins another.
+        """
+        self._place(layout)
+        self.turn, self._over = 0, False
 
     def render(self) -> str | None:
         """Return the grid as text."""
@@ -135,23 +168,35 @@ class GridEnv(TextEnv):
     def _contents(self) -> Iterable[str]:
         """Yield the budget and the layouts; of drawn ones 100, which the others follow from."""
         yield f"{self.name} {self.split} {self.layouts} {self.budget}"
-        yield from (self._layout(world).content for world in self.worlds[: self._digested])
+        if self.dialect.name:
+            yield f"legend={self.legend}"
+            yield from map(repr, self.dialects)
+        numbers = range(min(self.layouts, self._digested))
+        yield from (self._layout(number).content for number in numbers)
 
     def _begin(self, world: int) -> tuple[str, Info]:
         self.layout, self.turn = world, 0
-        return self._grid(), self._info("")
+        if self.dialect.name:
+            self.dialect = self.dialects[world]
+            drawn = int(self.np_random.integers(self.layouts))
+            self.layout = int(self._reset_options.get("layout", drawn))
+            inside("layout", self.layout, 0, self.layouts - 1)
+        self._place(self._layout(self.layout))
+        return self._observed(), self._info("")
 
     def _turn(self, action: str) -> Step:
         """Make one move: Up, Down, Left or Right, bare or in ``<action>…</action>``."""
         name = parse_action(action, MOVES)
-        event: Event = "blocked" if name is None else self._move(MOVES[name])
+        event: Event = "blocked"
+        if name is not None:
+            event = self._move(MOVES[self.dialect.direction(name)])
         self.turn += 1
         over = event in ("won", "lost")
         if not over and self.turn >= self.budget:
             event = "limit"
         wording = NEUTRAL if self._feedback == "neutral" else self.wording
         feedback, success = wording[event], event == "won"
-        observation = self._grid()
+        observation = self._observed()
         if feedback and self._feedback:
             observation += f"\n\n{feedback}"
         info = self._info(feedback, success=success, invalid=name is None)
@@ -163,8 +208,27 @@ class GridEnv(TextEnv):
         return plan[0] if plan else next(iter(MOVES))
 
     def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
-        name = f"{self.name}-{self.split}-{self.layout}"
-        return self._report(name, feedback, success=success, invalid=invalid, admissible=MOVES)
+        name, instance = f"{self.name}-{self.split}-{self.layout}", ""
+        if self.dialect.name:
+            name = f"{self.name}-dialects-{self.split}-{self.dialect.name}"
+            instance = f"{name}#{self.layout}"
+        return self._report(
+            name,
+            feedback,
+            success=success,
+            invalid=invalid,
+            admissible=MOVES,
+            instance=instance,
+        )
+
+    def _observed(self) -> str:
+        """Return the grid, below the legend where one is shown."""
+        if not self.legend:
+            return self._grid()
+        roles = zip(self.dialect.symbols, self.roles, strict=True)
+        said = [f"{symbol} {role}" for symbol, role in roles]
+        moves = [f"{word} moves {self.dialect.direction(word).lower()}" for word in DIRECTIONS]
+        return f"Legend: {', '.join(said)}; {', '.join(moves)}.\n\n{self._grid()}"
 
     def _grid(self) -> str:
         rows = rows_of(*self._tiles())
@@ -172,11 +236,20 @@ class GridEnv(TextEnv):
 
     @abstractmethod
     def _layout(self, world: int) -> Layout:
-        """Return the layout of a world."""
+        """Return the layout of a number."""
 
     @abstractmethod
+    def _place(self, layout: Any) -> None:
+        """Begin on a layout."""
+
     def plan(self) -> list[str] | None:
-        """Return a shortest list of moves that wins from here, or None."""
+        """Return a shortest list of moves that wins from here, in the words to play, or None."""
+        way = self._solve()
+        return None if way is None else [self.dialect.word(direction) for direction in way]
+
+    @abstractmethod
+    def _solve(self) -> list[str] | None:
+        """Return the directions of a shortest way to win from here, or None."""
 
     @abstractmethod
     def _move(self, delta: Cell) -> Event:

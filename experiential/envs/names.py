@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Literal
 
 NamedSplit = Literal["train", "dev", "eval", "corpus"]
+NAMED_SPLITS: tuple[NamedSplit, ...] = ("train", "dev", "eval", "corpus")
 
 FIRST: tuple[str, ...] = tuple(
     "Autumn Bitter Broken Calm Clever Curious Distant Eager Early Empty Faithful Frozen Gentle"

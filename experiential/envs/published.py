@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from experiential.envs.arguments import checked, positive
-from experiential.envs.split import Split
+from experiential.envs.names import NamedSplit
 from experiential.errors import ConfigError
 
 M = TypeVar("M", bound=BaseModel)
@@ -23,7 +23,7 @@ _WHERE = (
 
 
 def read_layouts(
-    data: str, split: Split, model: type[M], most: int | None, **drawn: Any
+    data: str, split: NamedSplit, model: type[M], most: int | None, **drawn: Any
 ) -> tuple[M, ...]:
     """Return at most ``most`` rows of a file, or of the file of a split in a folder.
 

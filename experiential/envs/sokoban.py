@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, field_validator
 
-from experiential.envs.arguments import distinct, ordered, with_preset
+from experiential.envs.arguments import distinct, inside, ordered, with_preset
 from experiential.envs.grid import (
     MAX_DRAWS,
     MOVES,
@@ -21,9 +21,10 @@ from experiential.envs.grid import (
     Wording,
     rows_of,
 )
+from experiential.envs.names import NAMED_SPLITS, NamedSplit
 from experiential.envs.published import read_layouts
 from experiential.envs.shortest_path import shortest_path
-from experiential.envs.split import Split, split_of
+from experiential.envs.split import is_of
 from experiential.envs.text_env import Info
 from experiential.errors import ConfigError
 
@@ -135,6 +136,8 @@ class RoomRules:
     max_solution: int = 8
     budget: int = 8
     symbols: str = "AaBbCED"
+    shortest: int = 0
+    dialects: int = 0
 
     def __post_init__(self) -> None:
         ordered("sizes", self.sizes, 4, 16)
@@ -143,6 +146,7 @@ class RoomRules:
         if not 1 <= self.boxes <= 4 or self.max_solution < 1:
             got = f"{self.boxes} and {self.max_solution}"
             raise ConfigError(f"Expected 1 to 4 boxes and a positive max_solution, got {got}")
+        inside("shortest", self.shortest, 0, self.max_solution)
         if 2 * self.boxes >= (self.sizes[0] - 2) ** 2:
             raise ConfigError(
                 f"Expected rooms that hold {self.boxes} boxes, their goals and the agent, got sizes"
@@ -155,22 +159,26 @@ ROOMS: dict[str, RoomRules] = {
     "complementary": RoomRules(
         sizes=(6, 6), boxes=2, walls=0.1, max_solution=30, budget=30, symbols="@+A*CW."
     ),
+    "dialects": RoomRules(symbols="ABCDEFG", shortest=3, dialects=32),
 }
 """``erl``: one box, open rooms, abstract symbols. ``complementary``: 6 by 6, two boxes, some inner
 walls, 30 moves, and that paper's symbols; those of an agent and of a box on a target, which it does
-not name, are Sokoban's usual ones.
+not name, are Sokoban's usual ones. ``dialects`` has 32 worlds, each with meanings of its own for
+symbols and moves; its rooms are as ERL's.
 """
 
 
 @lru_cache(maxsize=16_384)
-def draw_room(rules: RoomRules, split: Split, index: int, attempt: int = 0) -> Room:
+def draw_room(rules: RoomRules, split: NamedSplit, index: int, attempt: int = 0) -> Room:
     """Draw room ``index`` of a split: its content is of the split, and it can be solved.
 
     The size is drawn once, so that rejection does not favour small rooms; another ``attempt`` draws
     it anew. Raise ConfigError where the rules admit no room, or so few that none was found.
     """
     again = [attempt] if attempt else []
-    rng = np.random.default_rng([_SALT, split == "eval", index, *again])
+    four = rules.dialects > 0
+    stream = 2 + NAMED_SPLITS.index(split) if four else int(split == "eval")
+    rng = np.random.default_rng([_SALT, stream, index, *again])
     size = int(rng.integers(rules.sizes[0], rules.sizes[1] + 1))
     limit = min(rules.max_solution, rules.budget)
     inner = [(row, column) for row in range(1, size - 1) for column in range(1, size - 1)]
@@ -186,13 +194,10 @@ def draw_room(rules: RoomRules, split: Split, index: int, attempt: int = 0) -> R
         room = Room(size, frozenset(edge.union(inner).difference(free)), goals, boxes, start)
         # Cheap tests first: every box goes at least to its nearest goal, the agent beside a box.
         least = sum(_to_nearest(box, goals) for box in boxes) + _to_nearest(start, boxes) - 1
-        if (
-            least <= limit
-            and split_of(room.content) == split
-            and boxes.isdisjoint(room.dead)
-            and room.solve((start, boxes), limit) is not None
-        ):
-            return room
+        if least <= limit and is_of(room.content, split, four=four) and boxes.isdisjoint(room.dead):
+            way = room.solve((start, boxes), limit)
+            if way is not None and len(way) >= rules.shortest:
+                return room
     raise ConfigError(
         f"Expected rules that admit rooms of size {size} in split {split}, got {rules}; allow more"
         " moves or fewer walls"
@@ -237,11 +242,21 @@ class SokobanEnv(GridEnv):
             "The agent did not move (likely hit a wall or tried to push into a blocked space)."
         ),
     }
+    roles = (
+        "is the agent",
+        "is the agent on a goal",
+        "is a box",
+        "is a box on a goal",
+        "is a goal",
+        "is a wall",
+        "is floor",
+    )
+    aim = "Clear the room"
     presets = {name: asdict(rules) for name, rules in ROOMS.items()}
 
     def __init__(
         self,
-        split: Split = "train",
+        split: NamedSplit = "train",
         *,
         data: str | None = None,
         sizes: tuple[int, int] | None = None,
@@ -251,6 +266,9 @@ class SokobanEnv(GridEnv):
         budget: int | None = None,
         symbols: str | None = None,
         layouts: int | None = None,
+        shortest: int | None = None,
+        dialects: int | None = None,
+        legend: bool = False,
         feedback: Wording = True,
         preset: str | None = None,
         render_mode: str | None = None,
@@ -258,16 +276,29 @@ class SokobanEnv(GridEnv):
         given: dict[str, Any] = {
             "sizes": None if sizes is None else tuple(sizes), "boxes": boxes, "walls": walls,
             "max_solution": max_solution, "budget": budget, "symbols": symbols,
+            "shortest": shortest, "dialects": dialects,
         }  # fmt: skip
         self.rules = rules = RoomRules(**with_preset(preset or "erl", self.presets, {}, **given))
         self._rooms: list[Room] = []
         if data is not None:
-            drawn = dict(sizes=sizes, boxes=boxes, walls=walls, max_solution=max_solution)
+            drawn = dict(
+                sizes=sizes, boxes=boxes, walls=walls, max_solution=max_solution,
+                shortest=shortest, dialects=rules.dialects or None,
+            )  # fmt: skip
             rows = read_layouts(data, split, _Row, layouts, **drawn)
             self._rooms = [row.room() for row in rows]
             self.name, self._digested = "sokoban-published", len(rows)
         count = len(self._rooms) or layouts
-        super().__init__(split, count, rules.budget, rules.symbols, feedback, render_mode)
+        super().__init__(
+            split,
+            count,
+            rules.budget,
+            rules.symbols,
+            feedback,
+            render_mode,
+            rules.dialects,
+            legend,
+        )
 
     @property
     def deadlock(self) -> bool:
@@ -277,20 +308,20 @@ class SokobanEnv(GridEnv):
         """
         return not self.state[1].isdisjoint(self.room.dead)
 
-    def plan(self) -> list[str] | None:
+    def _solve(self) -> list[str] | None:
         """Return a shortest solution from here, or None (a box is stuck)."""
         return None if self.deadlock else self.room.solve(self.state)
 
     def _layout(self, world: int) -> Room:
         if self._rooms:
             return self._rooms[world]
-        held_out = self.split == "eval"
-        return _held_out(self.rules)[world] if held_out else draw_room(self.rules, "train", world)
+        if self.split == "eval" and not self.rules.dialects:
+            return _held_out(self.rules)[world]
+        return draw_room(self.rules, self.split, world)
 
-    def _begin(self, world: int) -> tuple[str, Info]:
-        self.room = self._layout(world)
-        self.state: State = (self.room.start, self.room.boxes)
-        return super()._begin(world)
+    def _place(self, layout: Room) -> None:
+        self.room = layout
+        self.state: State = (layout.start, layout.boxes)
 
     def _move(self, delta: Cell) -> Event:
         before, self.state = self.state, self.room.after(self.state, delta)
@@ -303,7 +334,7 @@ class SokobanEnv(GridEnv):
         return info | {"deadlock": self.deadlock}
 
     def _tiles(self) -> tuple[int, dict[Cell, str], str]:
-        agent, agent_on, box, box_on, goal, wall, floor = self.rules.symbols
+        agent, agent_on, box, box_on, goal, wall, floor = self.dialect.symbols
         room, (place, boxes) = self.room, self.state
         tiles = {**dict.fromkeys(room.walls, wall), **dict.fromkeys(room.goals, goal)}
         tiles |= {cell: box_on if cell in room.goals else box for cell in boxes}

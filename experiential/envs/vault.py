@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from experiential.envs.arguments import inside, one_of, positive
-from experiential.envs.names import FIRST, NamedSplit, digest_of, world_names
+from experiential.envs.names import FIRST, NAMED_SPLITS, NamedSplit, digest_of, world_names
 from experiential.envs.text_env import Info, Step, TextEnv
 
 LEVERS = tuple(
@@ -63,7 +63,7 @@ class VaultEnv(TextEnv):
         law: Literal["first"] | None = None,
         render_mode: str | None = None,
     ) -> None:
-        one_of("split", split, ("train", "dev", "eval", "corpus"))
+        one_of("split", split, NAMED_SPLITS)
         one_of("note", note, (True, False))
         one_of("law", law, (None, "first"))
         inside("levers", levers, 2, len(LEVERS))

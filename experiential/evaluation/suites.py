@@ -149,6 +149,7 @@ _SOKOBAN_ERL, _SOKOBAN_COMPLEMENTARY = (
     for preset, turns in (("erl", 8), ("complementary", 30))
 )
 _HOTPOTQA = SuiteTask("hotpotqa", "experiential/HotpotQA-v0", {"preset": "erl", "choices": True}, 5)
+_DIALECTS = {"preset": "dialects"}
 _FROZENLAKE = SuiteTask("frozenlake", "experiential/FrozenLake-v0", {"preset": "erl"}, 8)
 
 
@@ -328,6 +329,19 @@ _SUITES = (
         "vault",
         (SuiteTask("vault", "experiential/Vault-v0", {"worlds": 12}, turns=2),),
         "docs/envs/vault.md: 12 worlds in which only memory helps, for bench stream --visits",
+    ),
+    Suite(
+        "lasting",
+        (
+            SuiteTask("vault-no-note", "experiential/Vault-v0", {"note": False}, turns=2),
+            SuiteTask("vault-law", "experiential/Vault-v0", {"law": "first"}, turns=2),
+            *(
+                SuiteTask(f"{name.lower()}-dialects", f"experiential/{name}-v0", _DIALECTS, 8)
+                for name in ("FrozenLake", "Sokoban")
+            ),
+        ),
+        "docs/envs: worlds in which knowledge must be accumulated, inferred or carried over; for"
+        " bench stream --visits",
     ),
 )
 SUITES = {suite.name: suite for suite in _SUITES}
