@@ -8,6 +8,7 @@ has a runnable example of each.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any, Unpack, get_args
@@ -73,7 +74,45 @@ def from_pydantic_ai(messages: Iterable[Any]) -> list[dict[str, Any]]:
     return found
 
 
-class GemEnv(TextEnv):
+class _Game(TextEnv):
+    """Play a game that another package makes by its name; a subclass starts it and plays a turn."""
+
+    _package: tuple[str, str]  # the module, and what pip calls it
+
+    def __init__(
+        self,
+        game: str,
+        *,
+        split: Split = "train",
+        worlds: int = 10_000,
+        render_mode: str | None = None,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(worlds, render_mode=render_mode)
+        one_of("split", split, get_args(Split))
+        self._game, self._arguments = game, arguments
+        self._first = 2**31 if split == "eval" else 0
+        self._begin(0)  # names a missing package and a second player at once
+
+    @property
+    def task(self) -> str:
+        """Return the instructions of the game."""
+        return self._task
+
+    def _begin(self, world: int) -> tuple[str, Info]:
+        seed = self._first + world
+        # made anew: TextArena's observation wrapper keeps the text of earlier games over a reset
+        self._env = _made(*self._package, self._game, self._arguments)
+        self._name, self._total = f"{self._game}#{seed}", 0.0
+        self._task, seen = self._start(seed)
+        return seen, self._report(self._name)
+
+    @abstractmethod
+    def _start(self, seed: int) -> tuple[str, str]:
+        """Start a game; return its instructions and what is seen first."""
+
+
+class GemEnv(_Game):
     """Play a game of GEM (package ``gem-llm``) as a Gymnasium environment of text.
 
     A world is a seed of the game, which decides its hidden state. A game is won where its return
@@ -91,28 +130,11 @@ class GemEnv(TextEnv):
         ConfigError: GEM is not installed, or has no such game.
     """
 
-    def __init__(
-        self,
-        game: str,
-        *,
-        split: Split = "train",
-        worlds: int = 10_000,
-        render_mode: str | None = None,
-        **arguments: Any,
-    ) -> None:
-        super().__init__(worlds, render_mode=render_mode)
-        self._game, self._first, self._task = game, _first_seed(split), ""
-        self._env = _made("gem", "gem-llm", game, arguments)
+    _package = "gem", "gem-llm"
 
-    @property
-    def task(self) -> str:
-        """Return the instructions of the game."""
-        return self._task
-
-    def _begin(self, world: int) -> tuple[str, Info]:
-        self._name, self._total = f"{self._game}#{self._first + world}", 0.0
-        self._task, info = self._env.reset(self._first + world)
-        return _with_state(self._task, info), self._report(self._name)
+    def _start(self, seed: int) -> tuple[str, str]:
+        task, info = self._env.reset(seed)
+        return task, _with_state(task, info)
 
     def _turn(self, action: str) -> Step:
         said, reward, terminated, truncated, info = self._env.step(action)
@@ -123,7 +145,7 @@ class GemEnv(TextEnv):
         return shown, float(reward), bool(terminated), bool(truncated), report
 
 
-class TextArenaEnv(TextEnv):
+class TextArenaEnv(_Game):
     """Play a game of TextArena for one player as a Gymnasium environment of text.
 
     A world is a seed of the game. The reward comes at the end and is TextArena's score, 1 for a
@@ -141,35 +163,16 @@ class TextArenaEnv(TextEnv):
         ConfigError: TextArena is not installed, has no such game, or it needs several players.
     """
 
-    def __init__(
-        self,
-        game: str,
-        *,
-        split: Split = "train",
-        worlds: int = 10_000,
-        render_mode: str | None = None,
-        **arguments: Any,
-    ) -> None:
-        super().__init__(worlds, render_mode=render_mode)
-        self._game, self._arguments, self._first = game, arguments, _first_seed(split)
-        self._begin(0)  # names a missing package and a second player at once
+    _package = "textarena", "textarena"
 
-    @property
-    def task(self) -> str:
-        """Return the instructions of the game."""
-        return self._task
-
-    def _begin(self, world: int) -> tuple[str, Info]:
-        self._name = f"{self._game}#{self._first + world}"
-        # made anew: its observation wrapper keeps the text of earlier games over a reset
-        self._env = _made("textarena", "textarena", self._game, self._arguments)
+    def _start(self, seed: int) -> tuple[str, str]:
         try:
-            self._env.reset(num_players=1, seed=self._first + world)
+            self._env.reset(num_players=1, seed=seed)
         except AssertionError as error:
             got = f"{self._game}: {error}"
             raise ConfigError(f"Expected a game for one player, got {got}") from None
-        self._task = str(self._env.get_observation()[1])
-        return self._task, self._report(self._name)
+        task = str(self._env.get_observation()[1])
+        return task, task
 
     def _turn(self, action: str) -> Step:
         if not self._env.step(action[:LONGEST_ACTION])[0]:
@@ -181,11 +184,6 @@ class TextArenaEnv(TextEnv):
         lost = said.startswith(("No moves left", "Invalid Move"))
         won = reward >= FULL_SCORE and not lost
         return said, reward, True, False, self._report(self._name, said, success=won)
-
-
-def _first_seed(split: Split) -> int:
-    one_of("split", split, get_args(Split))
-    return 2**31 if split == "eval" else 0
 
 
 def _with_state(said: str, info: Mapping[str, Any]) -> str:
