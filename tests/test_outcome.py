@@ -416,6 +416,25 @@ def test_an_async_episode_and_one_without_a_manager_are_judged_too(bank: xp.Bank
     assert bank.queue.waiting() == [*ids, ep.id]
 
 
+@pytest.mark.parametrize("managed", [False, True])
+def test_an_episode_whose_judge_was_down_is_judged_by_whoever_distils_it(
+    bank: xp.Bank, managed: bool
+) -> None:
+    def down(messages: Any) -> str:
+        raise BackendError("no connection", outage="passing")
+
+    runs = xp.ExperienceManager(bank) if managed else bank
+    with runs.episode("Open the door.", success=xp.Judge(xp.ScriptedLLM(down), RUBRIC)) as ep:
+        ep.record("A door.", "pull")
+    if isinstance(runs, xp.ExperienceManager):
+        runs.close(drain=10)
+    assert bank.trajectory(ep.id).success is None  # pyright: ignore
+    llm = xp.ScriptedLLM([verdict("yes"), '<answer>[{"op": "return"}]</answer>'])
+    with xp.ExperienceManager(bank, xp.ExtractorAgent(llm)) as distiller:
+        distiller.drain(10)
+    assert bank.trajectory(ep.id).success is True  # pyright: ignore
+
+
 def test_the_score_of_an_episode_is_what_was_said_else_the_rule_else_the_return(
     bank: xp.Bank,
 ) -> None:
