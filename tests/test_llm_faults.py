@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from dataclasses import dataclass, field
@@ -614,6 +615,25 @@ async def test_a_refused_parameter_is_dropped_once_for_all_with_one_warning(
     assert len(server.requests) == 4
     assert [r.getMessage() for r in caplog.records if "refuses temperature" in r.getMessage()]
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("param", ["temperature", "max_tokens", "tools"])
+async def test_requests_in_flight_together_are_refused_with_one_warning(
+    server: Server, caplog: pytest.LogCaptureFixture, param: str
+):
+    said = "tools" if param == "tools" else f"'{param}'"
+    no = refused("unsupported_value", param, f"Unsupported value: {said} is not supported")
+
+    def strict(body: dict[str, Any]) -> tuple[int, Any, dict[str, str], float]:
+        return (400, no, {}, 0.0) if param in body else (200, completion(), {}, 0.0)
+
+    server.reply_to = strict
+    llm = OpenAILLM("m", base_url=server.url)
+    sampling = SamplingParams(tools=(ASK,))
+    with caplog.at_level(logging.WARNING):
+        done = await asyncio.gather(*(llm.generate(CHAT, sampling) for _ in range(4)))
+    assert [one.text for one in done] == ["north"] * 4 and len(server.requests) == 8
+    assert len(caplog.records) == 1  # all four were made before the first answer
 
 
 async def test_tokens_and_cost_are_counted_also_for_replies_without_an_answer(server: Server):

@@ -269,13 +269,14 @@ class OpenAILLM(LLM):
         """Stop sending the parameter or tools that an error names; return whether it names any."""
         said, status = response.text.lower(), response.status_code
         if status in (400, 404, 422, 500, 501) and "tools" in body and _NO_TOOLS.search(said):
+            if self.supports_tools:  # else this request was in flight when another was refused
+                _LOGGER.warning(
+                    "%s refuses tools; they are not offered from now on, and a model that wants one"
+                    " writes its call as text: %s",
+                    self.name,
+                    response.text[:SHOWN],
+                )
             self.supports_tools = False
-            _LOGGER.warning(
-                "%s refuses tools; they are not offered from now on, and a model that wants one"
-                " writes its call as text: %s",
-                self.name,
-                response.text[:SHOWN],
-            )
             return "tools" not in self._extra
         try:
             error: Any = response.json()
@@ -291,10 +292,11 @@ class OpenAILLM(LLM):
         dropped = param if param in body and param in _DROPPABLE else next(iter(named), None)
         if dropped is None or dropped in self._extra:
             return False
+        if dropped in self._omitted:
+            return True  # this request was in flight when another one was refused
+        self._omitted.add(dropped)
         if dropped == "max_tokens":
             self._max_tokens_name = "max_completion_tokens"
-        else:
-            self._omitted.add(dropped)
         _LOGGER.warning(
             "%s refuses %s; it is %s from now on (pass omit=[%r] to say so beforehand): %s",
             self.name,
