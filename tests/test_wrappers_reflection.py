@@ -11,13 +11,14 @@ import pytest
 from gymnasium.wrappers import TimeLimit
 
 from experiential.agents.actor import ActorAgent
+from experiential.agents.judge import Judge
 from experiential.agents.reflector import PrivateMemory, Reflector, Retry
 from experiential.envs.frozen_lake import FrozenLakeEnv
 from experiential.envs.text_env import UnicodeText
 from experiential.envs.vault import VaultEnv
 from experiential.errors import BackendError, EnvError
 from experiential.llm.scripted import ScriptedLLM
-from experiential.types import Message
+from experiential.types import Message, Trajectory
 from experiential.wrappers import (
     ExperienceWrapper,
     FeedbackWrapper,
@@ -80,6 +81,26 @@ def test_the_threshold_is_compared_with_the_return() -> None:
     """A return of 0.0 is not below a threshold of 0.0."""
     env = ReflectionWrapper(CorridorEnv(), Reflector(ScriptedLLM(asked)), threshold=0.0)
     assert play(env, "fall", seed=3)[-1][2]
+
+
+VERDICTS = ['{"reason": "It fell.", "verdict": "no"}', '{"reason": "It got up.", "verdict": "yes"}']
+
+
+@pytest.mark.parametrize(
+    "success", [lambda run: len(run.turns) < 2, 2.0, Judge(ScriptedLLM(VERDICTS), "It got up.")]
+)
+def test_success_says_instead_of_the_threshold_whether_an_attempt_passed(success: Any) -> None:
+    memory = PrivateMemory()
+    env = ReflectionWrapper(CorridorEnv(), reflector(), success=success, memory=memory)
+    calls = play(env, "go", "go", "fall", seed=3)  # the return of the first attempt is 1, then 0
+    assert calls[2][2] is False and calls[2][4]["attempt"] == 2
+    kept = list(memory.recall(Trajectory(task="a")))
+    assert calls[3][2] and kept == ([] if success == 2.0 else ["Say go."])
+
+
+def test_an_attempt_of_unknown_success_has_not_passed() -> None:
+    env = ReflectionWrapper(CorridorEnv(), reflector(), success=lambda run: None)
+    assert play(env, "go", "go", seed=3)[-1][4]["attempt"] == 2
 
 
 def test_two_attempts_are_all_there_are() -> None:
@@ -251,6 +272,8 @@ def test_bad_arguments_are_refused() -> None:
         ReflectionWrapper(CorridorEnv(), object())  # type: ignore[arg-type]  # that is the point
     with pytest.raises(ValueError, match="Expected threshold to be a finite number, got nan"):
         ReflectionWrapper(CorridorEnv(), reflector(), threshold=float("nan"))
+    with pytest.raises(ValueError, match="got 'better', which a bank says"):
+        ReflectionWrapper(CorridorEnv(), reflector(), success="better")
     with pytest.raises(
         ValueError, match="Expected inject to be one of observation, system, got 'none'"
     ):

@@ -243,6 +243,15 @@ def test_the_tag_and_the_tool_schema_follow_the_name() -> None:
     assert len(manager.asked) == 1 and world(env).steps == 1
 
 
+def test_alone_it_takes_the_callers_name_of_the_task() -> None:
+    manager = CountingManager("Say go.")
+    env = stack(manager, alone=True, task=lambda observation, info: f"Walk: {observation}")
+    observation, info = env.reset(seed=1)
+    assert info["task"] == env.episode.task == f"Walk: {observation}"
+    with pytest.raises(TypeError, match="Expected task to be a function"):
+        stack(manager, alone=True, task="walk")
+
+
 def test_alone_it_consumes_the_same_options_and_counts_abandoned_episodes() -> None:
     manager = CountingManager("Say go.")
     env = stack(manager, alone=True)

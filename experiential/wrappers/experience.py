@@ -196,9 +196,7 @@ class ExperienceWrapper(BankWrapper):
         settings, rest = take_settings(options, self.guided)
         self.log.abandon()
         observation, info = self.env.reset(seed=seed, options=rest)
-        if self._task_of is not None:
-            named = self._task_of(observation, info)
-            info = {**info, "task": text_of(named, "task(observation, info)")}
+        info = with_task(self._task_of, observation, info)
         self.log.begin(observation, info, seed, settings)
         return self._advise(observation, info, "episode_start")
 
@@ -336,6 +334,13 @@ class EpisodeLog:
         if episode is not None and episode.turns:
             self.last_trajectory = episode.end(error="abandoned")
             self.abandoned += 1
+
+
+def with_task(task: TaskOf | None, observation: str, info: dict[str, Any]) -> dict[str, Any]:
+    """Return the first info of an episode with the task that the caller's function gives it."""
+    if task is None:
+        return info
+    return {**info, "task": text_of(task(observation, info), "task(observation, info)")}
 
 
 def take_settings(

@@ -12,6 +12,7 @@ import numpy as np
 from experiential.agents.reflector import Reflection, ReflectionMemory, passes
 from experiential.bank.episode import FAILURES, reason
 from experiential.bank.manager_like import NoBank
+from experiential.bank.outcome import OutcomeJudge, Success, check_success, judged
 from experiential.envs.text_env import UnicodeText
 from experiential.errors import EnvError
 from experiential.types import Trajectory
@@ -77,6 +78,9 @@ class ReflectionWrapper(TextWrapper):
         reflector: a `Reflector`, or a `Retry`, which shows the record of the first attempt instead.
         threshold: tau: a first attempt whose return is lower is reflected on; a reflection whose
             second attempt reaches it is kept.
+        success: says instead of the threshold whether an attempt passed: a function of its
+            ``Trajectory`` that returns True, False or None (unknown, which is not passed), or a
+            ``Judge``, which ``step`` waits for.
         memory: where reflections that passed are kept and found again, across episodes; None keeps
             none.
         inject: put the block before the ``observation``, or in ``info["experience_prompt"]``
@@ -85,7 +89,8 @@ class ReflectionWrapper(TextWrapper):
 
     Raises:
         TypeError: the environment does not give text, or ``reflector`` has no ``reflect``.
-        ValueError: ``threshold`` is not finite, or ``inject`` is not one of these.
+        ValueError: ``threshold`` is not finite, ``success`` is ``better``, which a bank says, or
+            ``inject`` is not one of these.
     """
 
     def __init__(
@@ -94,23 +99,35 @@ class ReflectionWrapper(TextWrapper):
         reflector: ReflectorLike,
         *,
         threshold: float = 1.0,
+        success: Success | None = None,
         memory: ReflectionMemory | None = None,
         inject: Inject = "observation",
     ) -> None:
         super().__init__(
-            env, reflector=reflector, threshold=threshold, memory=memory, inject=inject
+            env,
+            reflector=reflector,
+            threshold=threshold,
+            success=success,
+            memory=memory,
+            inject=inject,
         )
         if not callable(getattr(reflector, "reflect", None)):
             raise TypeError(f"Expected a Reflector or a Retry, got {reflector!r}")
         if not np.isfinite(threshold):
             raise ValueError(f"Expected threshold to be a finite number, got {threshold}")
         require_choice("inject", inject, Inject)
-        self.reflector, self.threshold = reflector, threshold
+        check_success(success)
+        if success == "better":
+            raise ValueError(
+                "Expected success to be a return, a function or a Judge, got 'better', which a bank"
+                " says; give it to the wrapper that records the episode"
+            )
+        self.reflector, self.threshold, self._success = reflector, threshold, success
         self.memory, self.inject = memory, inject
         self._random = np.random.default_rng()
         self._again: dict[str, Any] = {}
         self._names: tuple[Any, ...] = ()
-        self._log = EpisodeLog(NoBank(), {"guided": True})
+        self._log = EpisodeLog(NoBank(), {"guided": True, "success": success})
         self._attempt: dict[str, Any] = {}  # the keys that this wrapper adds to info
         self._reflection: Reflection | None = None
         self.observation_space = UnicodeText()
@@ -141,12 +158,16 @@ class ReflectionWrapper(TextWrapper):
         self._log.step(action, reward, observation, terminated, truncated, info)
         attempt = self._log.last_trajectory
         if is_running and (terminated or truncated) and attempt is not None:
-            if self._attempt["attempt"] == 1 and attempt.reward < self.threshold:
+            if isinstance(self._success, OutcomeJudge):
+                attempt = judged(attempt, self._success)
+            passed = passes(attempt.reward, self.threshold)
+            if self._success is not None:
+                passed = attempt.success is True
+            if self._attempt["attempt"] == 1 and not passed:
                 shown, fresh = self._second(attempt)
                 fresh |= {"final_observation": observation, "final_info": info}
                 return shown, reward, False, False, fresh
             text = self._reflection.text if self._reflection is not None else None
-            passed = passes(attempt.reward, self.threshold)
             if self.memory is not None and text is not None and passed:
                 try:
                     self.memory.keep(text, attempt)

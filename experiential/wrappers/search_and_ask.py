@@ -19,10 +19,12 @@ from experiential.wrappers.experience import (
     BankWrapper,
     EpisodeLog,
     ExperienceWrapper,
+    TaskOf,
     connect,
     layers,
     present,
     take_settings,
+    with_task,
 )
 
 PATIENCE = 8
@@ -82,8 +84,8 @@ class SearchAndAskWrapper(BankWrapper):
         offer: while calls are left in a guided episode, add a call with the task as its question to
             ``info["admissible"]``, where the environment names admissible actions, so that an actor
             that may only choose can choose to ask.
-        exclude_same_instance, success, score: as for ``ExperienceWrapper``, which decides where
-            there is one.
+        exclude_same_instance, success, score, task: as for ``ExperienceWrapper``, which decides
+            where there is one.
 
     Raises:
         TypeError: the environment does not give text, or ``bank`` is neither bank nor manager.
@@ -105,11 +107,12 @@ class SearchAndAskWrapper(BankWrapper):
         exclude_same_instance: bool = False,
         success: Success | None = None,
         score: Score | None = None,
+        task: TaskOf | None = None,
     ) -> None:
-        check_success(success, score)
+        check_success(success, score, task)
         options: dict[str, Any] = {"refine": refine, "k": k, "offer": offer}
         options |= {"exclude_same_instance": exclude_same_instance}
-        options |= {"success": success, "score": score}
+        options |= {"success": success, "score": score, "task": task}
         options["repeat_observation"] = repeat_observation
         super().__init__(env, max_calls=max_calls, tag=tag, bank=bank, **options)
         show = None if refine else principle_text
@@ -121,7 +124,7 @@ class SearchAndAskWrapper(BankWrapper):
                 f"Expected tag to be a name of letters, digits, '_' and '-', got {tag!r}"
             )
         self.max_calls, self.tag, self._repeat = max_calls, tag, repeat_observation
-        self._refines, self._offers = refine, offer
+        self._refines, self._offers, self._task_of = refine, offer, task
         below = next((one.log for one in layers(env) if isinstance(one, ExperienceWrapper)), None)
         self._records = below is None  # else the wrapper below does
         if below is not None and bank is None:
@@ -153,6 +156,7 @@ class SearchAndAskWrapper(BankWrapper):
             settings, rest = take_settings(options, None)
             self.log.abandon()
             observation, info = self.env.reset(seed=seed, options=rest)
+            info = with_task(self._task_of, observation, info)
             self.log.begin(observation, info, seed, settings)
         else:
             observation, info = self.env.reset(seed=seed, options=options)

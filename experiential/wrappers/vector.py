@@ -11,7 +11,7 @@ from gymnasium.utils import RecordConstructorArgs
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
-from experiential.bank.episode import Episode, EpisodeOptions, text_of
+from experiential.bank.episode import Episode, EpisodeOptions
 from experiential.bank.extractor import Extractor
 from experiential.bank.manager import ExperienceManager
 from experiential.bank.outcome import KEYS, Score, Success, check_success
@@ -32,6 +32,7 @@ from experiential.wrappers.experience import (
     present,
     require_text,
     take_settings,
+    with_task,
 )
 
 _SETTINGS = ("guided", "group", "policy_version")
@@ -186,10 +187,7 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
 
     def _started(self, observation: str, infos: dict[str, Any], i: int) -> dict[str, Any]:
         """Return the first info of an episode, with the task that the caller's function names."""
-        info = info_of(infos, i)
-        if self._task_of is not None:
-            info["task"] = text_of(self._task_of(observation, info), "task(observation, info)")
-        return info
+        return with_task(self._task_of, observation, info_of(infos, i))
 
     def close(self, **kwargs: Any) -> None:
         """Close the environments, and the manager if this wrapper built it; the bank stays open."""
