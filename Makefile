@@ -25,12 +25,10 @@ CLUSTER_LOCK := constraints-cluster.txt
 CLUSTER_VENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/experiential/cluster-$(shell sha256sum $(CLUSTER_LOCK) | cut -c1-12)
 CLUSTER_PIP := $(CLUSTER_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --quiet
 CLUSTER_STAMP := $(CLUSTER_VENV)/.installed
-# The packages that examples/agents connects have one, too; it sees what .venv has.
-EXAMPLES_VENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/experiential/examples-$(shell cat tests/examples/requirements.txt constraints.txt | sha256sum | cut -c1-12)
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install alfworld quickstart test test-slow cluster test-cluster test-bare test-examples crash lint shape docs bench tiny-models clean
+.PHONY: help install alfworld quickstart test test-slow cluster test-cluster test-bare test-examples test-elsewhere crash lint shape docs bench tiny-models clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -85,7 +83,11 @@ test-bare:  ## the three lines after a bare installation, on each supported Pyth
 	@tests/bare/run
 
 test-examples: install  ## examples/agents with a real model behind a real server
-	@tests/examples/run $(VENV) $(EXAMPLES_VENV) $(ARGS)
+	@tests/elsewhere/run $(VENV) tests/examples/requirements.txt gem,textarena tests/examples $(ARGS)
+
+test-elsewhere: install  ## environments and results in the packages that take them: verifiers, GEM, inspect_ai, OpenEnv
+	@tests/elsewhere/run $(VENV) tests/elsewhere/trainers.txt verifiers.v1,gem,inspect_ai.log tests/test_elsewhere.py tests/test_inspect_log.py $(ARGS)
+	@tests/elsewhere/run $(VENV) tests/elsewhere/openenv.txt openenv.core.env_server tests/test_elsewhere.py -k openenv $(ARGS)
 
 crash: install  ## kill the bank's writer KILLS times and look for what is lost; SEED=2 draws other points
 	@KILLS=$(KILLS) SEED=$(SEED) $(PYTEST) -m slow tests/test_crash.py $(ARGS)

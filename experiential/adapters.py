@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any, Unpack, get_args
+from uuid import uuid4
 
 import gymnasium as gym
 
@@ -21,7 +22,7 @@ from experiential.bank.episode import EpisodeOptions
 from experiential.bank.manager import ExperienceManager
 from experiential.bank.protocol import Bank
 from experiential.envs import ENVS, random_agent
-from experiential.envs.arguments import one_of
+from experiential.envs.arguments import one_of, positive
 from experiential.envs.make import make
 from experiential.envs.split import Split
 from experiential.envs.text_env import Info, Step, TextEnv
@@ -324,3 +325,85 @@ def gem_env(name: str, *, seed: int | None = None, instruction: str = "", **argu
             self._env.close()
 
     return TextGame()
+
+
+def openenv_app(name: str, *, sessions: int = 64, instruction: str = "", **arguments: Any) -> Any:
+    """Return a FastAPI application that serves a text environment as OpenEnv does.
+
+    Needs the package ``openenv``; run it with uvicorn. Each session of a client plays in an
+    environment of its own, which its WebSocket keeps. An action is ``{"text": ...}``, a whole reply
+    of a model: the last ``<action>`` counts, else the last line, as the first observation says. An
+    observation has text, reward, done, and of the info task, task_id, success, invalid, feedback
+    and admissible. ``reset`` takes ``seed`` and ``world``.
+
+    Args:
+        name: for `experiential.envs.make.resolve_env`, such as ``experiential/Vault-v0``.
+        sessions: how many may play at a time; OpenEnv refuses the next.
+        instruction: said to the model about the environment, before the format of an action.
+        **arguments: those of the environment, such as ``split``.
+
+    Raises:
+        ConfigError: there is no such environment, or OpenEnv is not installed.
+        MissingExtraError: a package that the environment needs is not installed.
+    """
+    positive(sessions=sessions)
+    make(name, **arguments).close()  # names a wrong argument now and not to each client
+    try:
+        server = import_module("openenv.core.env_server")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"Expected the package openenv to serve {name}, got no {error.name!r}; run: pip install"
+            " openenv"
+        ) from error
+
+    class TextAction(server.Action):
+        text: str
+
+    class TextSeen(server.Observation):
+        text: str
+        task: str = ""
+        task_id: str = ""
+        success: bool = False
+        invalid: bool = False
+        feedback: str = ""
+        admissible: list[str] | None = None
+
+    class TextEnvironment(server.Environment):
+        SUPPORTS_CONCURRENT_SESSIONS = True
+
+        def __init__(self) -> None:
+            super().__init__()  # pyright: ignore[reportUnknownMemberType]
+            self._env, self._state = make(name, **arguments), server.State()
+
+        def reset(
+            self,
+            seed: int | None = None,
+            episode_id: str | None = None,
+            world: int | None = None,
+            **_: Any,
+        ) -> TextSeen:
+            options = None if world is None else {"world": world}
+            seen, info = self._env.reset(seed=seed, options=options)
+            self._state = server.State(episode_id=episode_id or str(uuid4()))
+            return self._seen(f"{prompt_set('full').actor_system(instruction)}\n\n{seen}", info)
+
+        def step(self, action: TextAction, timeout_s: float | None = None, **_: Any) -> TextSeen:
+            played = self._env.step(extract_action(action.text))
+            seen, reward, terminated, truncated, info = played
+            self._state.step_count += 1
+            return self._seen(seen, info, reward=float(reward), done=terminated or truncated)
+
+        def _seen(self, text: str, info: Info, **more: Any) -> TextSeen:
+            told = {key: info[key] for key in TextSeen.model_fields if key in info}
+            return TextSeen(**{**told, "text": text, **more})
+
+        @property
+        def state(self) -> Any:
+            return self._state
+
+        def close(self) -> None:
+            self._env.close()
+
+    return server.create_app(
+        TextEnvironment, TextAction, TextSeen, env_name=name, max_concurrent_envs=sessions
+    )

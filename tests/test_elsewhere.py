@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
 import pytest
+import uvicorn
+from websockets.exceptions import ConnectionClosed
 
-from experiential.adapters import register_with_gem
+from experiential.adapters import openenv_app, register_with_gem
 from experiential.agents.prompts import prompt_set
 from experiential.envs import ENVS, random_agent
 from experiential.envs.make import make
 from experiential.envs.readiness import READINESS
+from experiential.errors import ConfigError
 
 LONGEST = 60
 """Turns of an episode, so that one that is played at random ends in time."""
@@ -139,3 +145,69 @@ def test_gem_makes_several_at_once_and_spawns_and_draws_actions() -> None:
     assert not one.step(reply)[4]["invalid"]
     with pytest.raises(NotImplementedError):
         one.spawn(same_state=True)
+
+
+@contextmanager
+def openenv_client(env_id: str, **arguments: Any) -> Iterator[Any]:
+    """Connect OpenEnv's own client to OpenEnv's own server, which a thread of this process runs."""
+    core = pytest.importorskip("openenv.core", reason="needs the package openenv")
+    app = openenv_app(env_id, **arguments)
+    listener = socket.create_server(("127.0.0.1", 0))  # a client may connect before the server runs
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", access_log=False))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        yield lambda: core.GenericEnvClient(address, 300, 300).sync()  # seconds
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+def test_openenv_plays_the_same_episodes(env_id: str) -> None:
+    with openenv_client(env_id, instruction="Win.") as client, client() as game:
+        actions, rewards, success = actions_and_rewards(env_id, 3, 0)
+        seen = game.reset(seed=3, world=0, episode_id="first")
+        assert seen.observation["text"].startswith(prompt_set("full").actor_system("Win."))
+        assert not seen.done and game.state()["episode_id"] == "first"
+        got = list[float]()
+        for action in actions:
+            assert not seen.done
+            seen = game.step({"text": f"So be it.\n<action>{action}</action>"})
+            got.append(seen.reward)
+        assert seen.done or len(actions) == LONGEST
+        assert (got, seen.observation["success"]) == (rewards, success)
+        assert game.state()["step_count"] == len(actions)
+
+
+def test_openenv_keeps_sessions_apart_and_says_what_is_wrong() -> None:
+    lake = "experiential/FrozenLake-v0"
+    with openenv_client(lake, sessions=2) as client, client() as one, client() as other:
+        with pytest.raises(RuntimeError, match="reset"):
+            one.step({"text": "Up"})
+        first = [game.reset(seed=4, world=0).observation for game in (one, other)]
+        assert first[0] == first[1] and first[0]["task"]
+        one.step({"text": "Up"})
+        assert (one.state()["step_count"], other.state()["step_count"]) == (1, 0)
+        assert one.step({"text": "no move"}).observation["invalid"]
+        with pytest.raises(RuntimeError, match="Expected world between"):
+            one.reset(world=-1)
+        # the refusal is read, or it is known already that the connection is closed
+        with client() as third, pytest.raises((RuntimeError, ConnectionClosed)):
+            third.reset()
+
+
+def test_openenv_refuses_arguments_before_it_serves() -> None:
+    with pytest.raises(ConfigError, match="to be positive"):
+        openenv_app("experiential/FrozenLake-v0", sessions=0)
+    with pytest.raises(ConfigError, match="experiential/Vault-v0"):
+        openenv_app("experiential/Vualt-v0")
+
+
+def test_without_openenv_the_command_that_installs_it_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "openenv.core.env_server", None)
+    with pytest.raises(ConfigError, match="pip install openenv"):
+        openenv_app("experiential/Vault-v0")
