@@ -106,6 +106,7 @@ def test_the_suites_are_those_of_the_issue_and_name_only_registered_environments
         "frozenlake-published",
         "sokoban-published",
         "webshop-test",
+        "webshop-human",
         "hotpotqa-validation",
         "crossep-emb",
         "bfcl-base",

@@ -22,14 +22,19 @@ from hypothesis import strategies as st
 import experiential.envs as envs
 import experiential.envs.webshop.nouns as nouns_module
 from experiential.agents.actor import ActorAgent
+from experiential.cli.errors import run_app
+from experiential.cli.main import app
 from experiential.envs.webshop.catalogue import (
+    HUMAN,
     INSTRUCTIONS,
     PRODUCTS,
+    WHOLE,
+    HumanWish,
     Product,
     make_products,
     read_products,
 )
-from experiential.envs.webshop.shop import Goal, draw_prices, make_goals
+from experiential.envs.webshop.shop import Goal, draw_prices, make_goals, make_human_goals
 from experiential.errors import ConfigError
 from experiential.evaluation.suites import find_suite
 from experiential.llm.transformers import TransformersLLM
@@ -362,6 +367,17 @@ def test_dear_things_have_no_bound() -> None:
     )
 
 
+@pytest.mark.parametrize("pricing", [None, ""])
+def test_a_product_without_a_price_costs_a_hundred_dollars(pricing: str | None) -> None:
+    (mug,) = made(row("A1", pricing=pricing))
+    assert mug.prices == (100.0,) and mug.price_tag == "$100.0"
+
+
+def test_products_that_the_original_leaves_out_are_left_out() -> None:
+    rows = row("A1"), row("nan"), row("B0123456789"), row("A1", name="Again")
+    assert [product.title for product in made(*rows)] == ["Red Ceramic Mug"]
+
+
 @real
 def test_the_real_files_give_the_goals_of_the_original_and_its_splits_are_disjoint() -> None:
     parts = {split: WebShopEnv(split, data=str(REAL)) for split in ("train", "eval", "test", "all")}
@@ -381,6 +397,147 @@ def test_the_real_files_give_the_goals_of_the_original_and_its_splits_are_disjoi
         len({goal.index for split in ("train", "eval", "test") for goal in parts[split]._goals})
         == 6910
     )
+
+
+# Goals of people: on made files, since nothing of WebShop's own may be shipped
+
+
+def asking(text: str, *options: str, attributes: tuple[str, ...] = ("easy clean",)) -> Any:
+    """An entry of `items_human_ins.json`, with fields that are not read."""
+    return {
+        "asin": "elsewhere",
+        "instruction": text,
+        "instruction_attributes": list(attributes),
+        "instruction_options": list(options),
+        "attributes": ["dishwasher safe"],
+        "options": ["color: blue"],
+        "worker_id": "W",
+        "assignment_id": "A",
+    }
+
+
+def people(tmp_path: Path, asked: Any, rows: Any = None, **options: Any) -> WebShopEnv:
+    folder = folder_of(tmp_path, rows or [row("A1"), row("A2", name="Blue Cup")], {"A1": WISH})
+    (tmp_path / HUMAN).write_text(json.dumps(asked))
+    return WebShopEnv("all", data=folder, **{"goals": "human", **options})
+
+
+def test_a_persons_goal_has_the_originals_words_options_and_weight(tmp_path: Path) -> None:
+    asked = {"A1": [asking("i need a mug...", "blue"), asking("nothing", attributes=())]}
+    env = people(tmp_path, {**asked, "GONE": [asking("i need a boat")]})
+    (goal,) = env._goals
+    assert (goal.asin, goal.wish, goal.attributes) == ("A1", "i need a mug", ("easy clean",))
+    assert goal.options == ("blue",) and goal.weight == 1.0 and goal.bound in (30.0, 40.0, 50.0)
+    observation, info = env.reset(seed=0)
+    assert f"i need a mug, and price lower than {goal.bound:.2f} dollars\n" in observation
+    assert info["task_id"] == "webshop-human-0-0"
+    assert len(WebShopEnv("all", data=str(tmp_path)).worlds) == 2  # the generator's, as before
+
+
+def test_the_goals_of_people_stand_in_the_originals_order_and_its_splits(tmp_path: Path) -> None:
+    asked = {f"A{i}": [asking(f"{i}a"), asking(f"{i}b")] for i in range(800)}
+    env = people(tmp_path, asked, [row(f"A{i}") for i in range(800)])
+    expected = [f"{i}{part}" for i in range(800) for part in "ab"]
+    random.seed(233)
+    random.shuffle(expected)
+    assert [goal.wish for goal in env._goals] == expected
+    parts = {
+        split: [goal.wish for goal in WebShopEnv(split, data=str(tmp_path), goals="human")._goals]
+        for split in ("test", "eval", "train")
+    }
+    assert [*parts["test"], *parts["eval"], *parts["train"]] == expected
+    assert [len(part) for part in parts.values()] == [500, 1000, 100]
+
+
+@pytest.mark.parametrize(
+    ("clicks", "reward"),
+    [
+        (["blue", "11 oz"], 1.0),
+        (["blue"], 3 / 4),
+        (["red | white", "11 oz"], 3 / 4),
+        ([], 2 / 4),
+    ],
+)
+def test_buying_for_a_person_is_rewarded_by_each_value(
+    tmp_path: Path, clicks: list[str], reward: float
+) -> None:
+    env = people(tmp_path, {"A1": [asking("a mug", "navy blue", "11 oz")]})
+    env.reset(seed=0)
+    # "blue" agrees with "navy blue", whose first colour word is blue
+    bought = [f"click[{one}]" for one in ("A1", *clicks, "Buy Now")]
+    _, got, terminated, *_ = finish(env, "search[mug]", *bought)
+    assert terminated and got == pytest.approx(reward)
+
+
+@pytest.mark.parametrize("options", [("navy blue", "11 oz"), ("blue", "red"), ("teapot",), ()])
+def test_the_oracle_serves_people_and_comes_to_an_end(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    env = people(tmp_path, {"A1": [asking("a mug", *options)]})
+    observation, info = env.reset(seed=0)
+    agent, over = envs.oracle(env), False
+    while not over:
+        observation, reward, over, truncated, info = env.step(agent(observation, info))
+        assert not truncated and not info["invalid"]
+    missed = {("blue", "red"): 1, ("teapot",): 1}.get(options, 0)  # two colours of one mug; none
+    assert reward == pytest.approx(1 - missed / (len(options) + 2))
+
+
+def test_goals_of_people_do_not_depend_on_the_seed_but_for_their_bounds() -> None:
+    products = made(*(row(f"A{i}") for i in range(9)))
+    wishes = {f"A{i}": [HumanWish.model_validate(asking(str(i)))] for i in range(9)}
+    goals = [make_human_goals(products, wishes, draw_prices(products, 0), seed) for seed in (0, 1)]
+    texts, bounds = ([[getattr(goal, name) for goal in part] for part in goals] for name in
+                     ("wish", "bound"))  # fmt: skip
+    assert texts[0] == texts[1] and bounds[0] != bounds[1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ([], "JSON object from asin"),
+        ({"A1": {}}, "a list of instruction, .*got dict of A1"),
+        ({"A1": [asking("x"), {"instruction": "x"}]}, "entry 2 of 'A1' where instruction_attrib"),
+        (
+            {"A1": [{**asking("x"), "instruction_options": {"color": "blue"}}]},
+            "instruction_options",
+        ),
+        ({"A2": [asking("x", attributes=())]}, "got 0 human goals in all"),
+    ],
+)
+def test_bad_instructions_of_people_are_named(tmp_path: Path, asked: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        people(tmp_path, asked)
+
+
+def test_without_the_instructions_of_people_the_command_that_gets_them_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = f"gdown '.*id=14Kb5SPBk_jfdLZ_CDBNitW98QLDlKR5O' -O .*{HUMAN}"
+    for data in (None, "made"):
+        with pytest.raises(ConfigError, match=command):
+            WebShopEnv("train", data=data, goals="human")
+    played = ["bench", "run", "--suite", "webshop-human", "--agent", "oracle"]
+    results = ["--results", str(tmp_path / "r.json")]
+    monkeypatch.delenv("EXPERIENTIAL_DATA", raising=False)
+    assert run_app(app, [*played, *results]) == 2
+    assert "export WEBSHOP_DATA=FOLDER" in capsys.readouterr().err
+    folder = folder_of(tmp_path, [row("A1")], {"A1": WISH})
+    monkeypatch.setenv("WEBSHOP_DATA", folder)
+    assert run_app(app, [*played, *results]) == 2
+    assert re.search(command, capsys.readouterr().err.replace("\n", ""))
+    (tmp_path / HUMAN).write_text(json.dumps({"A1": [asking("a mug")]}))
+    assert run_app(app, [*played, *results]) == 2  # one goal is not the official set
+    assert "Expected the 500 worlds of split test" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_whole_catalogue_is_read_where_the_small_one_is_not(tmp_path: Path) -> None:
+    folder_of(tmp_path, [row("A1")], {"A1": WISH})
+    for name, other in WHOLE.items():
+        (tmp_path / name).rename(tmp_path / other)
+    assert len(WebShopEnv("all", data=str(tmp_path)).worlds) == 2
+    folder_of(tmp_path, [row("A1", customization_options=None)], {"A1": WISH})
+    assert len(WebShopEnv("all", data=str(tmp_path)).worlds) == 1
 
 
 def test_invented_splits_share_no_product() -> None:
@@ -723,14 +880,13 @@ def without(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("rows", "asked", "message"),
     [
-        ([without("pricing")], {}, rf"{PRODUCTS}, got product 1 where pricing is missing"),
         (
-            [row("A1", pricing="")],
+            [row("A1", pricing="free")],
             {},
             rf"{PRODUCTS}, got product 1 where pricing: .*Expected a price",
         ),
-        ([row("A1", pricing=None)], {}, r"product 1 where pricing"),
-        ([without("asin")], {}, r"asin is missing"),
+        ([row("A1", pricing=3)], {}, r"product 1 where pricing"),
+        ([without("asin")], {}, rf"{PRODUCTS}, got product 1 where asin is missing"),
         ([row("A1", asin="[x]")], {}, r"product 1 where asin"),
         (
             [row("A1", customization_options={"Color": [{"image": ""}]})],
@@ -796,6 +952,7 @@ def test_the_folder_may_come_from_the_environment(
         {"split": "dev"},
         {"split": "test"},
         {"turns": 0},
+        {"goals": "people"},
         {"threshold": 0},
         {"threshold": 1.5},
         {"render_mode": "human"},

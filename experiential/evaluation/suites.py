@@ -113,6 +113,7 @@ class Suite:
             if readiness(task.id).fallback != "made":
                 return task
             kwargs = {**task.kwargs, "data": "made"}
+            kwargs.pop("goals", None)  # people asked for nothing in the invented shop
             return replace(task, kwargs=kwargs, split="eval", worlds=None)
 
         return replace(
@@ -215,6 +216,21 @@ _OFFICIAL = (
         "webshop-test",
         (SuiteTask("webshop-test", "experiential/WebShop-v0", turns=15, split="test", worlds=500),),
         "WebShop, its goals 0 to 499; its reward, 15 turns as in ReAct",
+    ),
+    Suite(
+        "webshop-human",
+        (
+            SuiteTask(
+                "webshop-human",
+                "experiential/WebShop-v0",
+                {"goals": "human"},
+                turns=15,
+                split="test",
+                worlds=500,
+            ),
+        ),
+        "WebShop, goals 0 to 499 of the 12,087 that people wrote, over its whole catalogue; its"
+        " reward, 15 turns as in ReAct",
     ),
     Suite(
         "hotpotqa-validation",

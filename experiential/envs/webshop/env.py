@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from experiential.bank.text import escape
 from experiential.envs.arguments import one_of, positive, with_preset
 from experiential.envs.text_env import Info, Step, TextEnv
 from experiential.envs.webshop.catalogue import Product
-from experiential.envs.webshop.score import score
-from experiential.envs.webshop.shop import PARTS, Goal, Split, open_shop
+from experiential.envs.webshop.score import agree, plain_colour, score, wished_text
+from experiential.envs.webshop.shop import PARTS, Goal, Source, Split, open_shop
 from experiential.errors import ConfigError, require
 
 WINDOW = 10  # products on one page of results
@@ -95,6 +95,7 @@ class WebShopEnv(TextEnv):
         split: Split = "train",
         *,
         data: str | None = None,
+        goals: Source = "synthetic",
         turns: int | None = None,
         threshold: float = 1.0,
         binary: bool | None = None,
@@ -105,6 +106,7 @@ class WebShopEnv(TextEnv):
         known = {"turns": 15, "binary": False}
         chosen = with_preset(preset, PRESETS, known, turns=turns, binary=binary)
         one_of("split", split, PARTS)
+        one_of("goals", goals, get_args(Source))
         positive(turns=chosen["turns"])
         if not 0 < threshold <= 1:
             raise ConfigError(f"Expected threshold above 0 and at most 1, got {threshold}")
@@ -112,13 +114,15 @@ class WebShopEnv(TextEnv):
         named = data or os.environ.get("WEBSHOP_DATA") or None
         self._source = None if named == "made" else named
         self.split: Split = split
+        self.goals: Source = goals
         self.threshold, self.generation = threshold, generation
         self.turns, self.binary = int(chosen["turns"]), bool(chosen["binary"])
         self._open()
         super().__init__(len(self._goals), render_mode=render_mode)
 
     def _open(self) -> None:
-        self._shop, self._goals = open_shop(self.split, self._source, self.generation)
+        opened = open_shop(self.split, self._source, self.generation, self.goals)
+        self._shop, self._goals = opened
         # rare attributes weigh more
         self._shares = list(accumulate(goal.weight for goal in self._goals))
 
@@ -192,8 +196,26 @@ class WebShopEnv(TextEnv):
             return f"click[{NEXT if later else PREVIOUS}]"
         if visit.kind == "detail" or visit.asin != goal.asin:
             return f"click[{PREVIOUS}]"
-        missing = [value for _, value in goal.options if value not in visit.chosen.values()]
-        return f"click[{missing[0] if missing else BUY}]"
+        return f"click[{next(self._missing_values(), BUY)}]"
+
+    def _missing_values(self) -> Iterator[str]:
+        """Yield the values that are still to choose.
+
+        A person's words may be no value of the product: then the first that agrees is yielded.
+        """
+        chosen, goal = self._visit.chosen, self._goal
+        asked = [wish for wish in goal.options if isinstance(wish, str)]
+        for name, values in self._shop.products[goal.asin].options if asked else ():
+            fitting = [value for value in values if value in asked] or [
+                value
+                for value in values
+                if any(agree(plain_colour(value), wished_text(wish)) for wish in asked)
+            ]
+            if fitting and name not in chosen:
+                yield fitting[0]
+        for wish in goal.options:
+            if not isinstance(wish, str) and wish[1] not in chosen.values():
+                yield wish[1]
 
     def _legal_call(self, action: str) -> Call | None:
         """Return the call with the click as the page spells it, or None if it is not legal here."""
