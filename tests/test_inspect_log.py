@@ -59,11 +59,12 @@ def log(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("ending", [".eval", ".json"])
 def test_inspect_reads_samples_messages_scores_and_usage(
-    log: Path, tmp_path: Path, ending: str
+    log: Path, tmp_path: Path, ending: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     read = pytest.importorskip("inspect_ai.log", reason="needs the extra inspect").read_eval_log
     to = tmp_path / "new" / f"log{ending}"
     assert run_app(app, ["bench", "export", str(log), "--to", str(to)]) == 0
+    assert ("inspect view" in capsys.readouterr().out) == (ending == ".eval")
     found = read(str(to))
     assert (found.eval.task, found.eval.model, found.eval.config.epochs) == ("lakes", "small", 2)
     assert found.eval.task_args == SETTINGS and found.eval.task_id
@@ -80,6 +81,16 @@ def test_inspect_reads_samples_messages_scores_and_usage(
         ("assistant", "I go.\n<action>Up</action>"),
         ("user", "You won."),
     ]
+    reply, end = first.events
+    assert [one.content for one in reply.input] == ["Höhle"] and end.data == "You won."
+    assert (reply.output.completion, reply.output.message.id) == (
+        "I go.\n<action>Up</action>",
+        first.messages[1].id,
+    )
+    assert first.output.completion == reply.output.completion
+    assert len({one.uuid for one in found.samples}) == len(samples)
+    assert first.scores["success"].answer == "Up"
+    assert first.scores["success"].explanation == "You won."
     assert first.messages[0].metadata["retrieved"][0]["text"] == "Go up."
     assert first.messages[1].metadata == {"action": "Up", "reward": 1.0}
     assert {name: score.value for name, score in first.scores.items()} == {

@@ -33,4 +33,6 @@ def export(
             f"Expected --to to be a new file, got {to}; use --overwrite to replace it"
         )
     count = write_inspect_log(log, to)
-    sys.stdout.write(f"{count} episodes: {to}; inspect view --log-dir {to.parent}\n")
+    # of JSON files the viewer lists only those with inspect_ai's own names
+    view = f"; inspect view --log-dir {to.parent}" if to.suffix == ".eval" else ""
+    sys.stdout.write(f"{count} episodes: {to}{view}\n")

@@ -80,7 +80,7 @@ def inspect_log(path: Path) -> Any:
             model_usage=_usage(model, spent),
             role_usage=_usage("extractor", extractor),
         ),
-        samples=[_sample(known, model) for known in attempts.values()],
+        samples=[_sample(known, model, known_by) for known in attempts.values()],
     )
 
 
@@ -112,44 +112,59 @@ def sample_id(episode: PlayedEpisode) -> str:
     return ", ".join([episode.task, episode.arm, f"world {episode.world}", *place])
 
 
-def _sample(attempts: Sequence[PlayedEpisode], model: str) -> Any:
+def _sample(attempts: Sequence[PlayedEpisode], model: str, log_id: str) -> Any:
     """Return the sample of an episode, all attempts at it given; the last counts."""
     log, models = import_module("inspect_ai.log"), import_module("inspect_ai.model")
-    score = import_module("inspect_ai.scorer").Score
+    event, score = import_module("inspect_ai.event"), import_module("inspect_ai.scorer").Score
     played, untraced = attempts[-1], {"traceback": "", "traceback_ansi": ""}
-    messages: list[Any] = []
+    ended = datetime.fromisoformat(played.time)
+    began = ended - timedelta(seconds=played.seconds)
+    known = {"timestamp": began, "working_start": 0.0}  # when a turn was played is not logged
+    messages, events, output = list[Any](), list[Any](), models.ModelOutput(model=model)
     for number, turn in enumerate(played.transcript):
         shown = [one.model_dump() for one in played.retrieved if one.turn == number]
-        messages += [
-            models.ChatMessageUser(
-                content=turn.observation, metadata={"retrieved": shown} if shown else None
-            ),
-            models.ChatMessageAssistant(
-                content=turn.reply or turn.action,
-                source="generate",
-                model=model,
-                metadata={"action": turn.action, "reward": turn.reward},
-            ),
-        ]
+        seen = models.ChatMessageUser(
+            content=turn.observation, metadata={"retrieved": shown} if shown else None
+        )
+        said = models.ChatMessageAssistant(
+            content=turn.reply or turn.action,
+            source="generate",
+            model=model,
+            metadata={"action": turn.action, "reward": turn.reward},
+        )
+        output = models.ModelOutput(
+            model=model, choices=[models.ChatCompletionChoice(message=said, stop_reason="stop")]
+        )
+        messages += [seen, said]
+        # the viewer opens on events; the log does not hold what else the model was sent
+        config = models.GenerateConfig()
+        call = dict(input=[seen], tools=[], tool_choice="none", config=config, output=output)
+        events.append(event.ModelEvent(model=model, **call, **known))
     messages.append(models.ChatMessageUser(content=played.end))
-    ended = datetime.fromisoformat(played.time)
+    over = {"timestamp": ended, "working_start": played.seconds}
+    events.append(event.InfoEvent(source="end of the episode", data=played.end, **over))
+    answer = played.transcript[-1].action if played.transcript else None
+    scores = {"success": "C" if played.success else "I", "reward": played.reward}
     kept = "task arm world visit place seed task_id turns shown note retrieved"
+    name, epoch = sample_id(played), 1 + played.visit
     return log.EvalSample(
-        id=sample_id(played),
-        epoch=1 + played.visit,
+        id=name,
+        epoch=epoch,
+        uuid=sha256(f"{log_id} {name} {epoch}".encode()).hexdigest()[:22],
         input=messages[0].content,
         target="",
         messages=messages,
-        output=models.ModelOutput(model=model),
+        events=events,
+        output=output,
         scores=None
         if played.again
         else {
-            "success": score(value="C" if played.success else "I"),
-            "reward": score(value=played.reward),
+            measure: score(value=value, answer=answer, explanation=played.end)
+            for measure, value in scores.items()
         },
         metadata=played.model_dump(mode="json", include=set(kept.split())),
         model_usage=_usage(model, sum((one.spent for one in attempts), Spent())),
-        started_at=(ended - timedelta(seconds=played.seconds)).isoformat(),
+        started_at=began.isoformat(),
         completed_at=played.time,
         total_time=played.seconds,
         working_time=played.seconds,
