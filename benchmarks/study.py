@@ -121,8 +121,11 @@ ENVIRONMENTS["frozen-lake-hidden"] = replace(
     training=(*ENVIRONMENTS["frozen-lake"].training, "env.feedback=hidden"),
     recipes=("grpo", "erl", "erl-no-memory", "erl-no-reflection"),
 )
-ALL = ("run.checkpoint_every=0", "run.minutes=null", "eval.seed=10000", "model.threads=1")
-"""Settings of every run."""
+ALL = (
+    "run.checkpoint_every=0", "run.minutes=null", "run.drain=true", "eval.seed=10000",
+    "model.threads=1",
+)  # fmt: skip
+"""Settings of every run; with run.drain the same cell twice gives the same outcomes."""
 OVERRIDES: dict[tuple[str, str], tuple[str, ...]] = {}
 """Further settings of one recipe in one environment, by (environment, recipe)."""
 DEMONSTRATIONS = {"evolver": 300}

@@ -535,7 +535,8 @@ class RunSettings(Settings):
     ahead: NonNegativeInt = 0
     """steps that rollouts may run ahead of updates; more than 0 keeps both of a cluster busy"""
     drain: bool = False
-    """wait for the distillation queue at the end of each step; runs still differ a little"""
+    """do all background work between two steps; with runtime=local on a CPU, equal runs then give
+    equal results, bit for bit"""
     trackers: tuple[str, ...] = ("tensorboard",)
     """receivers of the run's events: tensorboard (if it is installed), an entry point of
     experiential.trackers, or module:attribute"""
@@ -563,6 +564,11 @@ class Experiment(Settings):
     """local: torch in this process; openrlhf: a Ray cluster; frozen: no weights are trained, so
     that servers can answer; or one of yours"""
     cluster: ClusterSettings = ClusterSettings()
+
+    @property
+    def repeatable(self) -> bool:
+        """Return whether the order of all work is fixed, as far as it happens in this process."""
+        return self.run.drain and self.runtime == "local"
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> Experiment:
@@ -596,6 +602,11 @@ class Experiment(Settings):
             raise ValueError(
                 "Expected actor.search_and_ask or actor.search_experience, got both; set one of"
                 " them to 0"
+            )
+        if self.repeatable and self.run.ahead:
+            raise ValueError(
+                "Expected run.ahead=0 with run.drain, which plays a step only when the one before"
+                f" is over, got {self.run.ahead}"
             )
         if methods.critic is not None and not extractor.enabled:
             raise ValueError(

@@ -20,6 +20,7 @@ from experiential.agents.actor import ActorAgent
 from experiential.config import EnvSettings
 from experiential.envs.make import make
 from experiential.errors import BackendError, BudgetError, ConfigError, EnvError, ExperientialError
+from experiential.llm.rounds import Rounds
 from experiential.sync import attempted
 from experiential.types import Condition, Generation, Trajectory
 from experiential.wrappers.experience import ExperienceWrapper
@@ -196,6 +197,7 @@ class Rollout:
         search_experience: the same for EvolveR's action; nothing is retrieved at the start then.
         make_env: builds the innermost environments, on the event loop; in this process by default.
         critic: reviews retrieved experience before an episode begins.
+        in_order: play in `Rounds`, so that equal episodes come out whatever their speed.
 
     Attributes:
         close_errors: how often closing an environment failed, by reason.
@@ -213,7 +215,10 @@ class Rollout:
         search_experience: int = 0,
         make_env: MakeEnv = make_env,
         critic: Reviewer | None = None,
+        in_order: bool = False,
     ) -> None:
+        self._in_order = in_order
+        self._rounds: Rounds | None = None  # of all actors, which share their model
         self._settings, self._kwargs = settings, kwargs
         self._manager, self._make_actor = manager, make_actor
         self._make_env, self.critic = make_env, critic
@@ -238,9 +243,14 @@ class Rollout:
 
         while len(self._slots) < min(self._limit, len(jobs)):
             self._slots.append(Slot(self._make_actor()))
+            if self._in_order:
+                actor = self._slots[-1].actor
+                actor.llm = self._rounds = self._rounds or Rounds(actor.llm)
         free: asyncio.Queue[Slot] = asyncio.Queue()
         for slot in self._slots:
             free.put_nowait(slot)
+        if self._rounds is not None:
+            return await self._rounds.run([played(job) for job in jobs], most=len(self._slots))
         tasks = [asyncio.create_task(played(job)) for job in jobs]
         try:
             return list(await asyncio.gather(*tasks))

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from experiential.bank.breaker import CircuitBreaker, is_over_budget, outage_of
 from experiential.bank.extractor import Extractor
@@ -19,7 +19,8 @@ from experiential.bank.options import ManagerOptions
 from experiential.bank.outcome import OutcomeJudge
 from experiential.bank.protocol import Bank
 from experiential.errors import BackendError, BankError, BudgetError
-from experiential.sync import Batcher
+from experiential.llm.rounds import Rounds
+from experiential.sync import Batcher, awaited, cancel_tasks
 from experiential.types import Distillation, Experience, Trajectory, Usage, new_id
 
 P = ParamSpec("P")
@@ -29,6 +30,12 @@ _LONGEST_BACKOFF = 30.0
 _POLL_SECONDS = 0.5
 _REASON = 500  # characters
 _OUTAGES = 8  # of the service that an item may meet while others are distilled
+
+
+class _Distilled(NamedTuple):
+    trajectory: Trajectory
+    shown: list[Experience]
+    distillation: Distillation
 
 
 class Distiller:
@@ -59,8 +66,10 @@ class Distiller:
         seed: int,
         extractor_version: Callable[[], int] | None,
         backoff: float,
+        rounds: Rounds | None = None,
     ) -> None:
         self.extractor = extractor
+        self._rounds = rounds
         self.on_distillation = on_distillation
         self.counts: Counter[str] = Counter()
         self.operations: Counter[str] = Counter()
@@ -144,6 +153,7 @@ class Distiller:
             await self._changed.wait_for(
                 lambda: (
                     len(self._open) + self._reserved < self._settings.queue_size
+                    or self._rounds is not None  # nothing is distilled before all have submitted
                     or self.breaker.error is not None
                 )
             )
@@ -160,6 +170,8 @@ class Distiller:
     def _enqueue(self, id: str) -> None:
         self._open.add(id)
         self._ready.put_nowait(id)
+        if self._rounds is not None:
+            return
         if len(self._workers) < min(self._settings.distill_workers, len(self._open)):
             self._workers.add(asyncio.get_running_loop().create_task(self._work()))
 
@@ -199,42 +211,66 @@ class Distiller:
         while True:
             id = await self._ready.get()
             await self.resumed.wait()
+            await self._conclude(id, await awaited(self._distilled(id)))
+
+    async def _work_in_order(self, rounds: Rounds) -> None:
+        """Do the same for all that waits at once: ask in rounds, write in queue order."""
+        while True:
+            ids = [await self._ready.get()]
+            ids += [self._ready.get_nowait() for _ in range(self._ready.qsize())]
+            await self.resumed.wait()
             try:
-                async with self.breaker.turn():
-                    self._running.add(id)
-                    assert self.extractor is not None
-                    # A bank may be a server: the loop does not wait for it.
-                    trajectory, shown = await asyncio.to_thread(self._read, id)
-                    if trajectory.rubric:
-                        trajectory = await self._judged(trajectory)
-                    distillation = await asyncio.wait_for(
-                        self.extractor.adistill(trajectory, shown), self._settings.distill_timeout
-                    )
-                    await self.embed(distillation, shown, trajectory.task or None)
-                written = await self.write(
-                    self._bank.apply,
-                    distillation,
-                    trajectory=trajectory,
-                    shown=shown,
-                    item=id,
-                    extractor_version=self.version(),
-                    review=self._settings.review,
-                )
-            except Exception as error:  # noqa: BLE001  (counted, and tried again)
-                await self._try_again(id, error)
-            else:
-                self._drop(id)
-                self.counts["distilled"] += 1
-                self.tell(
-                    "on_distillation", self.on_distillation, trajectory, distillation, written
-                )
-                if self._settings.cap and len(self._bank) > self._settings.cap:
-                    await self._evict()
-            finally:
-                self._running.discard(id)
-                self._freed.set()
-                async with self._changed:
-                    self._changed.notify_all()
+                asking = [awaited(self._distilled(id)) for id in ids]
+                for result in await rounds.run(asking, most=self._settings.distill_workers):
+                    await self._conclude(ids[0], result)
+                    del ids[0]
+            finally:  # a drain that ends too early leaves them to the next one
+                for id in ids:
+                    self._ready.put_nowait(id)
+
+    async def _distilled(self, id: str) -> _Distilled:
+        """Ask the extractor what a queued trajectory teaches."""
+        async with self.breaker.turn():
+            self._running.add(id)
+            assert self.extractor is not None
+            # A bank may be a server: the loop does not wait for it.
+            trajectory, shown = await asyncio.to_thread(self._read, id)
+            if trajectory.rubric:
+                trajectory = await self._judged(trajectory)
+            distillation = await asyncio.wait_for(
+                self.extractor.adistill(trajectory, shown), self._settings.distill_timeout
+            )
+            await self.embed(distillation, shown, trajectory.task or None)
+        return _Distilled(trajectory, shown, distillation)
+
+    async def _conclude(self, id: str, result: _Distilled | Exception) -> None:
+        """Write a distillation; try again later what failed."""
+        try:
+            if isinstance(result, Exception):
+                raise result
+            trajectory, shown, distillation = result
+            written = await self.write(
+                self._bank.apply,
+                distillation,
+                trajectory=trajectory,
+                shown=shown,
+                item=id,
+                extractor_version=self.version(),
+                review=self._settings.review,
+            )
+        except Exception as error:  # noqa: BLE001  (counted, and tried again)
+            await self._try_again(id, error)
+        else:
+            self._drop(id)
+            self.counts["distilled"] += 1
+            self.tell("on_distillation", self.on_distillation, trajectory, distillation, written)
+            if self._settings.cap and len(self._bank) > self._settings.cap:
+                await self._evict()
+        finally:
+            self._running.discard(id)
+            self._freed.set()
+            async with self._changed:
+                self._changed.notify_all()
 
     def _read(self, id: str) -> tuple[Trajectory, list[Experience]]:
         """Return a trajectory and the entry versions that it used, each once, in order of use."""
@@ -355,6 +391,9 @@ class Distiller:
         def is_done() -> bool:
             return len(self._open | self._running) + self._reserved <= leave
 
+        workers: list[asyncio.Task[None]] = []
+        if self._rounds is not None:
+            workers.append(asyncio.create_task(self._work_in_order(self._rounds)))
         try:
             async with asyncio.timeout(timeout):
                 while True:
@@ -377,6 +416,8 @@ class Distiller:
                 f"Expected the distillation queue to drain within {timeout} s, {len(self._open)}"
                 " items are left"
             ) from None
+        finally:
+            await cancel_tasks(workers)
 
     async def embed(
         self, distillation: Distillation, shown: Sequence[Experience], task: str | None = None

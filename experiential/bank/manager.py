@@ -34,6 +34,7 @@ from experiential.errors import (
     ConfigError,
     ReadOnlyBankError,
 )
+from experiential.llm.rounds import Rounds
 from experiential.plugins import resolve
 from experiential.sync import EventLoopThread
 from experiential.types import Answer, Distillation, Experience, Hit, Trajectory
@@ -109,6 +110,8 @@ class ExperienceManager(Shared):
             generation; the extractor's own by default.
         backoff: seconds before the first retry of a failed distillation, doubled for each further
             one; ten times as long is the first pause while the extractor's service is out.
+        rounds: what the extractor asks. What is submitted is then distilled by ``drain`` only, and
+            in the order of the queue, so that equal runs write equal banks.
         options: fields of ``ManagerOptions``; ``retrieval`` may be a dict.
 
     Attributes:
@@ -126,6 +129,7 @@ class ExperienceManager(Shared):
         seed: int = 0,
         extractor_version: Callable[[], int] | None = None,
         backoff: float = 0.5,
+        rounds: Rounds | None = None,
         **options: Any,
     ) -> None:
         if not is_bank(bank):  # users may pass a path
@@ -165,7 +169,9 @@ class ExperienceManager(Shared):
             seed=seed,
             extractor_version=extractor_version,
             backoff=backoff,
+            rounds=rounds,
         )
+        self._in_order = asyncio.Semaphore(1 if rounds else sys.maxsize)
         self._thread = EventLoopThread("experiential-manager")
         self._distiller.start(self._thread.loop)
         self._offer()
@@ -460,7 +466,8 @@ class ExperienceManager(Shared):
 
         async def attempt(work: Awaitable[list[Duplicates]]) -> list[Duplicates] | None:
             try:
-                return await work
+                async with self._in_order:
+                    return await work
             except Exception as error:  # noqa: BLE001  (the next pass looks at these again)
                 if is_over_budget(error):
                     raise

@@ -23,6 +23,7 @@ from experiential.bank.protocol import ForkableBank
 from experiential.config import Arm, Experiment
 from experiential.evaluation.arms import opened_arm
 from experiential.llm.metered import Meter, Spent
+from experiential.llm.rounds import Rounds
 from experiential.rollout import (
     Episode,
     Job,
@@ -111,6 +112,7 @@ class VisitEvaluator:
         meters: count what the backends of ``make_actor`` and ``extractor`` generate (see
             ``Metered``); without them costs are seconds alone.
         critic: reviews what is retrieved, as in training.
+        rounds: what ``extractor`` asks, in a run that can be repeated.
     """
 
     def __init__(
@@ -122,8 +124,10 @@ class VisitEvaluator:
         make_env: MakeEnv = make_env,
         meters: Meters | None = None,
         critic: Reviewer | None = None,
+        rounds: Rounds | None = None,
     ) -> None:
         self._experiment, self._make_actor, self._extractor = experiment, make_actor, extractor
+        self._rounds = rounds
         self._make_env, self._meters, self._critic = make_env, meters or Meters(), critic
         listed = world_count(experiment.env.id, experiment.env.kwargs | experiment.env.eval)
         self._listed = listed is not None
@@ -143,12 +147,16 @@ class VisitEvaluator:
         """
         settings, meters, begin = self._experiment, self._meters, time.perf_counter()
         actor_before, extractor_before = meters.actor.spent(), meters.extractor.spent()
+        rounds = self._rounds
+        if rounds is None and settings.repeatable:
+            rounds = Rounds(self._make_actor().llm)  # an extractor of its own works one at a time
         options = manager_options(settings)
         options |= {
             "merge_every": 0,
             "seed": settings.eval.seed,
             # Distillation waits for the end of a visit, so all its episodes need room in the queue.
             "queue_size": max(bank_settings(options).queue_size, self._worlds + 1),
+            "rounds": rounds,
         }
         with opened_arm(
             arm,
@@ -169,6 +177,7 @@ class VisitEvaluator:
                 search_experience=settings.actor.search_experience,
                 make_env=self._make_env,
                 critic=self._critic,
+                in_order=settings.repeatable,
             )
             visits: list[list[Episode]] = []
             with closing(rollout):

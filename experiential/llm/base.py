@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import yaml
@@ -90,6 +91,10 @@ class LLM(ABC):
     @abstractmethod
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
         """Sample one response, or raise BackendError."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Start the requests made in the block as one batch, when it ends, if the backend can."""
+        return nullcontext()
 
     def close(self) -> None:  # noqa: B027  (an optional hook, not an abstract method)
         """Release threads, sockets and weights."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -84,6 +85,26 @@ class Engine:
     _cache_epoch: int = 0
     _tracks: dict[int, _Track] = field(default_factory=dict[int, _Track])
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _held: int = 0  # blocks of ``together`` that are open
+
+    @contextmanager
+    def together(self) -> Generator[None]:
+        """Start no track inside the block; its requests then form a batch at once."""
+        with self._lock:
+            self._held += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._held -= 1
+                tracks = [one for one in self._tracks.values() if one.waiting and not self._held]
+                for track in tracks:
+                    track.due = 0.0
+                idle = [track for track in tracks if not track.scheduled]
+                for track in idle:
+                    track.scheduled = True
+            for track in idle:
+                self._plan(track)
 
     def submit(self, request: Request) -> None:
         """Queue a request; its future is resolved on its own event loop."""
@@ -94,7 +115,8 @@ class Engine:
                 track.overdue = now + _LONGEST_WAIT * self.batch_wait
             track.due = min(now + self.batch_wait, track.overdue)
             track.waiting.append(request)
-            start, track.scheduled = not track.scheduled, True
+            start = not track.scheduled and not self._held
+            track.scheduled = track.scheduled or start
         if start:
             self._plan(track)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import AbstractContextManager
 from typing import Any
 
 from experiential.errors import NoAnswerError
@@ -158,6 +159,10 @@ class Metered(LLM):
             raise
         finally:
             self.meter.end(generation, usage)
+
+    def together(self) -> AbstractContextManager[None]:
+        """Start what is asked for in the block when it ends."""
+        return self.llm.together()
 
     def close(self) -> None:
         """Close the backend."""

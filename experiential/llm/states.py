@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Ids = NDArray[np.int64]
-_SHARE = 0.2
+MEMORY_SHARE = 0.2
 """Share of the free memory that states may take where no size is set."""
 _FLOOR_GB = 0.25
 """Memory that they may take at least, then."""
@@ -258,7 +258,7 @@ class PrefixCache:
                 return self.tokens + _SLAB
             self._token_bytes = data[:, 0, :, 0].numel() * data.element_size()
             if self._max_gb is None:
-                self._max_gb = max(_FLOOR_GB, _SHARE * free_memory(data.device) / 1e9)
+                self._max_gb = max(_FLOOR_GB, MEMORY_SHARE * free_memory(data.device) / 1e9)
         return int((self._max_gb or 0.0) * 1e9 / self._token_bytes)
 
     def _vacate(self, row: Row) -> None:
@@ -308,6 +308,16 @@ class PrefixCache:
             common[alike] = start + first
             alike = alike[first == _BLOCK]
         return np.minimum(common, self._lengths[: self._used])
+
+
+def total_memory(device: torch.device) -> int:
+    """Return the bytes of a device that this process might take if nobody else took any."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    total: int = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # a container may take less; or the word max
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total
 
 
 def free_memory(device: torch.device) -> int:

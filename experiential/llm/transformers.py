@@ -185,6 +185,10 @@ class TransformersLLM(LLM):
             temperature=sampling.temperature or 1.0,
         )
 
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Start the requests made in the block as one batch, when it ends."""
+        return self._engine.together()
+
     def weights_changed(self, version: int) -> None:
         """Set the version of new weights; key-value states of the old ones are not used again."""
         self.version = version

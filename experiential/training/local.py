@@ -21,7 +21,7 @@ from experiential.errors import CheckpointError, ConfigError
 from experiential.llm.base import Prompt, SamplingParams
 from experiential.llm.executor import DeviceExecutor
 from experiential.llm.models import merged_weights
-from experiential.llm.states import free_memory
+from experiential.llm.states import MEMORY_SHARE, free_memory, total_memory
 from experiential.llm.transformers import TransformersLLM
 from experiential.llm.vllm import VLLM
 from experiential.rollout import make_env
@@ -80,6 +80,7 @@ class LocalRuntime(PolicyRuntime):
         reference: keep the reference of the KL penalty: the frozen base under LoRA, else a copy.
         priority: of training on the executor; 1 lets rollouts and the other policy go first.
         owns_executor: close the executor with this policy.
+        steady: divide batches as if half of the device's memory were free, always.
     """
 
     def __init__(
@@ -91,7 +92,9 @@ class LocalRuntime(PolicyRuntime):
         reference: bool = False,
         priority: int = 0,
         owns_executor: bool = False,
+        steady: bool = False,
     ) -> None:
+        self._steady = steady
         self.llm, self.optim, self.name, self.tokenizer = llm, optim, name, llm.tokenizer
         self._priority, self._owns_executor = priority, owns_executor
         self._model: Any = llm.model
@@ -124,6 +127,10 @@ class LocalRuntime(PolicyRuntime):
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
         """Sample one response from the current weights."""
         return await self.llm.generate(prompt, sampling)
+
+    def together(self) -> AbstractContextManager[None]:
+        """Start the requests made in the block as one batch, when it ends."""
+        return self.llm.together()
 
     async def train(self, samples: Sequence[Sample], loss: LossSettings) -> TrainStats:
         """Optimise on ``samples``; empty input changes nothing."""
@@ -354,7 +361,8 @@ class LocalRuntime(PolicyRuntime):
         # gradients and AdamW's two moments come after the first update
         coming = 3 * sum(p.numel() * p.element_size() for p in self._masters)
         device = next(self._model.parameters()).device
-        share = _SHARES.get(device.type, _SHARES["cpu"]) * max(0, free_memory(device) - coming)
+        free = total_memory(device) // 2 if self._steady else free_memory(device)
+        share = _SHARES.get(device.type, _SHARES["cpu"]) * max(0, free - coming)
         return int(min(MICRO_BATCH[1], max(MICRO_BATCH[0], share / max(1.0, kept))))
 
     @cached_property
@@ -563,6 +571,7 @@ class InProcessRuntime:
                 (actor.optim, extractor.optim),
                 references=(actor.kl > 0, extractor.enabled and extractor.kl > 0),
                 shared=one,
+                steady=experiment.repeatable,
             )
         self.actor, self.extractor = policies
 
@@ -589,6 +598,7 @@ def build_runtimes(
     references: tuple[bool, bool] = (False, False),
     shared: bool = False,
     max_batch: int = 64,
+    steady: bool = False,
 ) -> tuple[LocalRuntime, LocalRuntime]:
     """Load actor and extractor onto one executor, which ends when the actor is closed.
 
@@ -596,7 +606,9 @@ def build_runtimes(
     adapters over one base, else two sets of weights.
 
     ``extractor`` None takes the actor's model, and ``shared`` one policy for both, with the actor's
-    optimiser; ``references`` says whether each needs the reference of a KL penalty.
+    optimiser; ``references`` says whether each needs the reference of a KL penalty. ``steady``
+    takes memory by the size of the device and not by what is free, so that equal runs compute
+    equal batches.
     """
     from experiential.llm.models import load_model
 
@@ -613,10 +625,14 @@ def build_runtimes(
         roles.append(("extractor", second, other, references[1]))
     made: list[LocalRuntime] = []
     for priority, (role, settings, loaded, reference) in enumerate(roles):
+        cache_gb = settings.prefix_cache_gb
+        if cache_gb is None and steady:
+            device = next(loaded[0].parameters()).device
+            cache_gb = MEMORY_SHARE * total_memory(device) / 2e9
         llm = TransformersLLM(
             *loaded,
             max_batch=max_batch,
-            prefix_cache_gb=settings.prefix_cache_gb,
+            prefix_cache_gb=cache_gb,
             executor=executor,
             adapter=role if settings.lora else None,
             name=role,
@@ -626,6 +642,7 @@ def build_runtimes(
             "reference": reference,
             "priority": priority,
             "owns_executor": role == "actor",
+            "steady": steady,
         }
         if settings.generator == "vllm":
             generator = VLLM(

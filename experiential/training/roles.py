@@ -10,6 +10,7 @@ from experiential.bank.extractor import Extractor
 from experiential.config import Experiment, ModelSettings
 from experiential.llm.base import IN_PROCESS, LLM
 from experiential.llm.metered import Meter, Metered, Spent
+from experiential.llm.rounds import Rounds
 from experiential.training.runtime import Policies
 
 
@@ -65,8 +66,9 @@ class Roles:
     def critic(self, llm: LLM | None = None) -> CriticAgent:
         """Return the judge of retrieved experience."""
         settings = self._experiment.actor
+        answering: LLM = llm or Metered(self._actor, self._meters["critic"])
         return CriticAgent(
-            llm or Metered(self._actor, self._meters["critic"]),
+            Rounds(answering) if self._experiment.repeatable else answering,
             prompts=self._prompts,
             temperature=settings.temperature,
             max_tokens=settings.max_tokens,
@@ -80,8 +82,9 @@ class Roles:
             raise ValueError("Expected an experiment with reflection, got one without")
         if settings.mode == "retry":
             return Retry(prompts=self._prompts)
+        answering: LLM = Metered(self._actor, self._meters["reflector"])
         return Reflector(
-            Metered(self._actor, self._meters["reflector"]),
+            Rounds(answering) if self._experiment.repeatable else answering,
             prompts=self._prompts,
             temperature=actor.temperature,
             max_tokens=settings.max_tokens,

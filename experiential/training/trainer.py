@@ -12,7 +12,7 @@ import contextlib
 import math
 import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -27,6 +27,7 @@ from experiential.evaluation.intervals import paired_difference
 from experiential.evaluation.visits import Meters, VisitEvaluator, Visits, manager_options
 from experiential.llm.base import LLM
 from experiential.llm.metered import Metered
+from experiential.llm.rounds import Rounds
 from experiential.plugins import resolve
 from experiential.rollout import (
     Episode,
@@ -185,6 +186,7 @@ class Trainer:
             search_and_ask=settings.actor.search_and_ask,
             search_experience=settings.actor.search_experience,
             make_env=self._runtime.make_env,
+            in_order=settings.repeatable,
         )
         stack.callback(self._rollout.close)
         emit = self._metrics.emit
@@ -227,10 +229,12 @@ class Trainer:
                 source.fork(folder).close()
         self._bank = stack.enter_context(self._runtime.open_bank(folder))
         self._track = ExtractorTrack(self.extractor, self._bank, settings.extractor)
+        rounds = Rounds(self.extractor) if settings.repeatable else None
         self._manager = ExperienceManager(
             self._bank,
-            self._roles.extractor(),
+            self._roles.extractor(rounds),
             share_queue=False,
+            rounds=rounds,
             on_distillation=self._track.on_distillation,  # also of what a resumed run left
             seed=settings.seed,
             **manager_options(settings),
@@ -260,6 +264,8 @@ class Trainer:
                     bonuses[use] = bonuses.get(use, 0.0) + bonus
             await self._track.credit(trajectories, bonuses)
             await self._track.step(step)
+            if run.drain:
+                await self._track.finish()
         update = TrainStats(version=self.actor.version)
         if self.experiment.actor.train:
             samples = [s for m in self._methods for s in await m.samples(episodes, step)]
@@ -269,6 +275,8 @@ class Trainer:
         for method in self._methods:
             await method.after_step(episodes, step)
         if self._manager is not None:
+            if run.drain:
+                await self._settle()
             self._keep_bank(step + 1, self._manager)
             if run.drain:
                 await self._settle()
@@ -304,14 +312,19 @@ class Trainer:
         for task in [task for task in self._upkeep if task.done()]:
             self._upkeep.discard(task)
             task.result()  # a failed merge ends the run with its reason, not in silence
-        due, below = self.experiment.bank, manager.settings.prune_below
-        for every, work in (
-            (due.merge_every, manager.amerge),
-            (due.dedupe_every, manager.adeduplicate),
-            (due.prune_every, partial(prune, manager.bank, below, steps, self._metrics.emit)),
-        ):
-            if every and steps % every == 0:
-                self._upkeep.add(asyncio.create_task(work()))
+        bank, below = self.experiment.bank, manager.settings.prune_below
+        plan: list[tuple[int, Callable[[], Coroutine[Any, Any, Any]]]] = [
+            (bank.merge_every, manager.amerge),
+            (bank.dedupe_every, manager.adeduplicate),
+            (bank.prune_every, partial(prune, manager.bank, below, steps, self._metrics.emit)),
+        ]
+
+        async def in_turn() -> None:
+            for every, work in plan:
+                if every and steps % every == 0:
+                    await work()
+
+        self._upkeep.add(asyncio.create_task(in_turn()))
 
     async def _play(self, step: int) -> tuple[list[Episode], float]:
         """Play the episodes of a step; return them, and the seconds that took."""
@@ -340,9 +353,12 @@ class Trainer:
         """Evaluate the configured arms by visit, on equal worlds and seeds."""
         await self._settle()
         meters = Meters()
-        extractor = None
+        extractor, rounds = None, None
         if self._manager is not None and self.experiment.extractor.distill:
-            extractor = self._roles.extractor(Metered(self.extractor, meters.extractor))
+            answering: LLM = Metered(self.extractor, meters.extractor)
+            if self.experiment.repeatable:
+                answering = rounds = Rounds(answering)
+            extractor = self._roles.extractor(answering)
         llm, temperature = Metered(self.actor, meters.actor), self.experiment.eval.temperature
         evaluator = VisitEvaluator(
             self.experiment,
@@ -351,6 +367,7 @@ class Trainer:
             make_env=self._runtime.make_env,
             meters=meters,
             critic=self._reviewer(llm),
+            rounds=rounds,
         )
         scratch = self.output / "evaluation" / f"step-{step:06d}"
         shutil.rmtree(scratch, ignore_errors=True)

@@ -11,6 +11,7 @@ from typing import Any
 from experiential.agents.prompts import derived_seed
 from experiential.agents.reflector import Reflection, ReflectionMemory, Reflector, Retry, passes
 from experiential.errors import BackendError, BankError
+from experiential.llm.rounds import Rounds
 from experiential.rollout import Episode, Job, Rollout, shortened
 from experiential.training.advantages import outcome
 from experiential.training.metrics import mean
@@ -75,7 +76,12 @@ class Attempts:
             for job, e in zip(jobs, firsts, strict=True)
             if e.trajectory.error is None and e.trajectory.reward < self.threshold
         ]
-        reflections = await asyncio.gather(*(self._reflect(job, e.trajectory) for job, e in failed))
+        work = [self._reflect(job, e.trajectory) for job, e in failed]
+        rounds = getattr(self.reflector, "llm", None)
+        if isinstance(rounds, Rounds):
+            reflections = await rounds.run(work, most=len(work))
+        else:
+            reflections = await asyncio.gather(*work)
         again = [  # same task, same condition, other draws
             replace(
                 job,
