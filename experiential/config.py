@@ -451,8 +451,9 @@ class ReflectionSettings(Options):
     """reflections of the bank shown to the reflector, with memory: bank"""
     max_tokens: PositiveInt = 96
     """of a reflection"""
-    internalise: Literal["sft", "reverse_kl", "none"] = "sft"
-    """rewarded second attempts: imitated without reflection, or taught to the first's tokens"""
+    internalise: Literal["sft", "reverse_kl", "full_reverse_kl", "full_forward_kl", "none"] = "sft"
+    """rewarded second attempts: imitated without reflection, or taught to the first's tokens, by an
+    estimate from them or over the whole vocabulary (local runtime)"""
     weight: PositiveFloat = 1.0
     """of the internalisation beside the policy losses"""
 
@@ -651,6 +652,12 @@ class Experiment(Settings):
                     f"Expected {role}.options.top_p to be 1 with model.generator=vllm, which does"
                     f" not say which tokens it kept, got {settings.options.top_p}"
                 )
+        kind = methods.reflection.internalise if methods.reflection else "none"
+        if self.runtime == "openrlhf" and kind.startswith("full_"):
+            raise ValueError(
+                "Expected methods.reflection.internalise among sft, reverse_kl and none with"
+                f" runtime=openrlhf, whose learners hold no second distribution, got {kind!r}"
+            )
         if self.runtime == "openrlhf" and (extractor.shared or methods.entropy_bonus is not None):
             raise ValueError(
                 "Expected runtime=local with extractor.shared or methods.entropy_bonus, which"

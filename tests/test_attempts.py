@@ -431,6 +431,11 @@ def test_reverse_kl_teaches_the_first_attempts_tokens_by_the_policy_with_the_ref
             taught.prompt_ids
         )
         assert sample.teacher != pytest.approx(sample.logprobs, abs=1e-4)
+    full = internalise([first, better], agent, policy, "full_forward_kl")
+    assert [s.kind for s in full] == ["full_forward_kl"] * 2
+    assert [s.weight for s in full] == [s.weight for s in samples]
+    for sample, taught in zip(full, told, strict=True):
+        assert sample.taught == sample_from_generation(taught, 0.0)
     worse = replace(better, trajectory=better.trajectory.model_copy(update={"reward": 0.0}))
     assert internalise([first, worse], agent, policy, "reverse_kl") == []
     policy.close()

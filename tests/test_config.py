@@ -253,3 +253,17 @@ def test_vllm_in_process_refuses_to_sample_a_part_of_what_is_trained(role: str) 
         Experiment.model_validate(settings)
     settings[role]["train"] = False
     Experiment.model_validate(settings)
+
+
+@pytest.mark.parametrize("kind", ["full_reverse_kl", "full_forward_kl"])
+def test_divergences_over_the_vocabulary_are_refused_on_a_cluster(kind: str) -> None:
+    assert load_experiment("erl", [f"methods.reflection.internalise={kind}"]).runtime == "local"
+    with pytest.raises(
+        ConfigError, match=f"whose learners hold no second distribution, got '{kind}'"
+    ):
+        load_experiment("erl", ["runtime=openrlhf", f"methods.reflection.internalise={kind}"])
+
+
+def test_rollouts_ahead_are_refused_in_a_repeatable_run() -> None:
+    with pytest.raises(ConfigError, match=r"Expected run.ahead=0 with run.drain.*, got 2"):
+        load_experiment("grpo", ["run.drain=true", "run.ahead=2"])

@@ -135,6 +135,62 @@ async def test_logits_in_chunks_give_the_gradients_of_all_at_once(
     assert (found[0] - found[1]).abs().max() < 1e-5 * largest
 
 
+@pytest.mark.parametrize("kind", ["full_reverse_kl", "full_forward_kl"])
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4)])  # the head is trained, or frozen
+async def test_full_divergences_have_the_gradient_of_a_plain_loop(
+    kind: str, lora: LoraSettings | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are packed and logits cut in chunks here; the loop takes each sample on its own."""
+    torch.manual_seed(0)
+    optim = OptimSettings(lr=1e-12, max_grad_norm=1e9)
+    policy, _ = build_runtimes(
+        ModelSettings(name="tiny", lora=lora), None, (optim, optim), shared=True
+    )
+    prompt = tuple(range(11, 31))  # the teacher's, of another length
+    samples: list[Sample] = []
+    for one in await group(policy):
+        ids = prompt + one.tokens[one.response :]
+        moved = len(prompt) - one.response
+        taught = replace(
+            one,
+            tokens=ids,
+            positions=tuple(p + moved for p in one.positions),
+            response=len(prompt),
+        )
+        samples.append(replace(one, kind=kind, taught=taught))
+    model = policy.llm.model
+    model.eval()
+
+    def distribution(sample: Sample) -> torch.Tensor:
+        logits = model(input_ids=torch.tensor([sample.tokens])).logits[0]
+        logits = logits[[p - 1 for p in sample.positions]] / sample.temperature
+        for row, allowed in enumerate(sample.allowed or ()):
+            if allowed:
+                barred = torch.ones(logits.shape[1], dtype=torch.bool)
+                barred[list(allowed)] = False
+                logits = logits.masked_fill(
+                    barred & (torch.arange(len(logits)) == row)[:, None], -1e9
+                )
+        return torch.log_softmax(logits, dim=1)
+
+    loss = torch.zeros(())
+    for sample in samples:
+        assert sample.taught is not None
+        own, teacher = distribution(sample), distribution(sample.taught).detach()
+        p, q = (own, teacher) if kind == "full_reverse_kl" else (teacher, own)
+        loss = loss + sample.weight * (p.exp() * (p - q)).sum(dim=1).mean()
+    plain = torch.autograd.grad(loss, policy._parameters)
+    wanted = torch.cat([g.flatten() for g in plain])
+    monkeypatch.setattr(losses, "LOGITS", 2 * 5 * 982)  # five tokens at a time
+    stats = await policy.train(samples, LossSettings())
+    found = gradients(policy)
+    policy.close()
+    assert stats.loss == pytest.approx(float(loss.detach()), rel=1e-4)
+    largest = float(wanted.abs().max())
+    assert largest > 1e-4
+    assert (found - wanted).abs().max() < 1e-4 * largest
+
+
 async def test_less_free_memory_gives_shorter_rows_and_the_same_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from experiential.training.losses import (
     ppo_clip_loss,
     reverse_kl_loss,
     sft_loss,
+    token_divergences,
 )
 from experiential.training.runtime import LossSettings, Sample
 
@@ -245,6 +247,53 @@ def test_reverse_kl_by_hand() -> None:
         [0.25 * LOG(2), 0.0, -2.0 * LOG(2)]
     )
     assert stats["kl_teacher"] == pytest.approx(((0.5 - 1 + LOG(2)) + 0 + (2 - 1 - LOG(2))) / 3)
+
+
+def test_k3_as_a_loss_follows_the_divergence_from_the_reference() -> None:
+    """Its value estimates KL(pi || ref), its expected gradient is that of KL(ref || pi)."""
+    logits = double(0.3, -1.0, 0.8, 0.1, grad=True)
+    policy = torch.log_softmax(logits, 0)
+    reference = torch.log_softmax(double(1.0, 0.0, -0.5, 0.2), 0)
+    there = (policy.exp() * (policy - reference)).sum()  # KL(pi || ref)
+    back = (reference.exp() * (reference - policy)).sum()  # KL(ref || pi)
+    found, value = torch.zeros(4, dtype=torch.float64), 0.0
+    for token in range(4):  # drawn with its probability under the policy
+        penalty = kl_k3(policy[token : token + 1], reference[token : token + 1]).sum()
+        (gradient,) = torch.autograd.grad(penalty, logits, retain_graph=True)
+        found += policy[token].exp().detach() * gradient
+        value += float(policy[token].exp().detach() * penalty.detach())
+    gradients = [torch.autograd.grad(one, logits, retain_graph=True)[0] for one in (there, back)]
+    assert value == pytest.approx(there.item(), abs=1e-12)
+    assert found.tolist() == pytest.approx(gradients[1].tolist(), abs=1e-12)
+    assert (found - gradients[0]).abs().max() > 0.05
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        # policy (1/2, 1/2), teacher (1/4, 3/4): 1/2 log 2 + 1/2 log 2/3, 1/4 log 1/2 + 3/4 log 3/2
+        ("full_reverse_kl", 0.5 * LOG(2) + 0.5 * LOG(2 / 3)),
+        ("full_forward_kl", 0.25 * LOG(0.5) + 0.75 * LOG(1.5)),
+    ],
+)
+def test_full_divergences_by_hand(kind: str, wanted: float) -> None:
+    sample = Sample((9, 0, 1), (1, 2), (0.0, 0.0), (0.0, 0.0), kind=kind, weight=2.0)
+    sample = replace(sample, taught=sample)
+    logits = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor([[LOG(0.25), LOG(0.75), 50.0]] * 2, dtype=torch.float64)
+    blocked = torch.tensor([[False, False, True]] * 2)  # what a constraint excludes does not count
+    found = token_divergences(logits, [sample], blocked, teacher)
+    assert found.tolist() == pytest.approx([wanted] * 2, abs=1e-12)
+    loss, sums = batch_loss(found * 0.0, [sample], LossSettings(), 2, divergence=found)
+    assert loss.item() == pytest.approx(2.0 * wanted)  # weight times the mean over the tokens
+    assert sums[f"{kind}_kl_teacher"] == (pytest.approx(2 * wanted), 2)
+    loss.backward()
+    assert logits.grad is not None and logits.grad[:, 2].tolist() == [0.0, 0.0]
+    # d/dz of KL(p || q) is p (log p/q - KL), of KL(q || p) it is p - q
+    slope = 0.5 * (LOG(2) - wanted) if kind == "full_reverse_kl" else 0.5 - 0.25
+    assert logits.grad[:, 0].tolist() == pytest.approx([slope] * 2, abs=1e-12)  # 2.0 / 2 tokens
+    with pytest.raises(ValueError, match="Expected token tensors of one shape"):
+        batch_loss(found, [sample], LossSettings(), 2)  # a runtime that measures no divergence
 
 
 def test_its_expected_gradient_is_that_of_the_divergence() -> None:

@@ -58,6 +58,8 @@ nothing. A longer sequence goes alone."""
 _SHARES = {"cpu": 1 / 16, "cuda": 1 / 2}
 """Parts of the free memory for activations. A host's is shared with other processes, and the C
 library's allocator takes about twice what the tensors need."""
+WITHOUT_RATIO = ("sft", "reverse_kl", "full_reverse_kl", "full_forward_kl")
+"""Losses that do not read a sample's behaviour log-probabilities."""
 BACKGROUND_PATIENCE = 5.0
 """Seconds that background work on the device waits for rollouts and updates at most."""
 
@@ -316,7 +318,7 @@ class LocalRuntime(PolicyRuntime):
     def _inexact(self, sample: Sample, loss: LossSettings, version: int) -> bool:
         """Test whether a ratio of this sample would be rounding, and nothing else."""
         current = sample.policy_version == version and self._base.dtype != torch.float32
-        return current and (sample.kind or loss.kind) not in ("sft", "reverse_kl")
+        return current and (sample.kind or loss.kind) not in WITHOUT_RATIO
 
     def _measure(
         self, samples: list[Sample], measure: Measure = token_logprobs
@@ -437,25 +439,64 @@ class LocalRuntime(PolicyRuntime):
                         "Expected LocalRuntime(reference=True) when the KL weight is positive, got"
                         " reference=False"
                     )
-        logp = self._logprobs(row, samples)
+        members = [samples[i] for i in row.samples]
+        states, head = self._states(row, samples)
+        logp = self._measured(states, head, members, token_logprobs)
+        divergence = self._divergence(states, head, members)
         if first and self._base.dtype != torch.float32:
             # No weight has changed since the samples were drawn: their ratio is one.
             for member, values in _by_sample(row, samples, logp).items():
                 if self._inexact(samples[member], loss, self.version):
                     samples[member] = replace(samples[member], logprobs=values)
-        members = [samples[i] for i in row.samples]
-        return batch_loss(logp, members, loss, total, reference)
+            members = [samples[i] for i in row.samples]
+        return batch_loss(logp, members, loss, total, reference, divergence)
+
+    def _divergence(
+        self, states: torch.Tensor, head: Any, members: list[Sample]
+    ) -> torch.Tensor | None:
+        """Measure the divergence to the teacher of the samples that have its prompt, shape (m,).
+
+        The teacher is this policy with its weights of now. Of its forward only the states of the
+        trained tokens are kept, and logits are made for a bounded number of tokens at a time.
+        """
+        taught = [s.taught for s in members if s.taught is not None]
+        if not taught:
+            return None
+        found: dict[int, torch.Tensor] = {}
+        training = self._base.training
+        self._model.eval()
+        with torch.no_grad():
+            for row in self._rows(taught):
+                lengths = [len(taught[i].positions) for i in row.samples]
+                parts = torch.split(self._states(row, taught)[0], lengths)
+                found |= dict(zip(row.samples, parts, strict=True))
+        self._model.train(training)
+        own = torch.tensor(
+            [s.taught is not None for s in members for _ in s.positions], device=states.device
+        )
+        return measure_tokens(
+            states[own],
+            head,
+            [s for s in members if s.taught is not None],
+            lambda: self.llm.schemas,
+            frozen=_is_frozen(head),
+            teacher=torch.cat([found[i] for i in range(len(taught))]),
+        )
 
     def _logprobs(
         self, row: Row, samples: list[Sample], measure: Measure = token_logprobs
     ) -> torch.Tensor:
         """Measure every trained token of the row's samples in their order, shape (n,)."""
+        states, head = self._states(row, samples)
+        return self._measured(states, head, [samples[m] for m in row.samples], measure)
+
+    def _states(self, row: Row, samples: list[Sample]) -> tuple[torch.Tensor, Any]:
+        """Return what the row's trained tokens are drawn from, shape (n, width), and the head."""
         base, device = self._base, next(self._model.parameters()).device
-        members = [samples[m] for m in row.samples]
         places = [
             path[p - 1]
-            for sample, path in zip(members, row.paths, strict=True)
-            for p in sample.positions
+            for m, path in zip(row.samples, row.paths, strict=True)
+            for p in samples[m].positions
         ]
         inputs = self._inputs(row, branching=self._branching)
         late = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -465,13 +506,14 @@ class LocalRuntime(PolicyRuntime):
             else:  # the head sees only the positions that are asked for
                 states = base.base_model(**inputs).last_hidden_state[0]
                 head = base.get_output_embeddings()
+        return states[torch.tensor(places, device=device)], head
+
+    def _measured(
+        self, states: torch.Tensor, head: Any, members: list[Sample], measure: Measure
+    ) -> torch.Tensor:
+        """Measure every trained token of these samples in their order, shape (n,)."""
         return measure_tokens(
-            states[torch.tensor(places, device=device)],
-            head,
-            members,
-            lambda: self.llm.schemas,
-            measure,
-            frozen=not any(p.requires_grad for p in head.parameters()),
+            states, head, members, lambda: self.llm.schemas, measure, frozen=_is_frozen(head)
         )
 
     def _activate(self, *, training: bool) -> None:
@@ -539,13 +581,12 @@ class ColocatedRuntime(LocalRuntime):
             stats.metrics["generator_kl"] = total / count
         return stats
 
-    def _logprobs(
-        self, row: Row, samples: list[Sample], measure: Measure = token_logprobs
+    def _measured(
+        self, states: torch.Tensor, head: Any, members: list[Sample], measure: Measure
     ) -> torch.Tensor:
-        found = super()._logprobs(row, samples, measure)
+        found = super()._measured(states, head, members, measure)
         version = self.version  # that of the engine's weights up to the first optimiser step
         if torch.is_grad_enabled() and version == self.generator.version:
-            members = [samples[i] for i in row.samples]
             fresh = [s.policy_version == version for s in members for _ in s.positions]
             drawn = torch.tensor([x for s in members for x in s.logprobs], device=found.device)
             gaps = kl_k3(drawn, found.detach())[torch.tensor(fresh, device=found.device)]
@@ -658,6 +699,11 @@ def build_runtimes(
         else:
             made.append(LocalRuntime(llm, optims[priority], **options))
     return made[0], made[-1]
+
+
+def _is_frozen(head: torch.nn.Module) -> bool:
+    """Test whether no gradient of a head is wanted."""
+    return not any(p.requires_grad for p in head.parameters())
 
 
 def _by_sample(

@@ -51,6 +51,29 @@ def token_entropies(logits: Tensor, members: Sequence[Sample], blocked: Tensor |
     return -(logp.exp() * logp.masked_fill(logp == float("-inf"), 0.0)).sum(dim=1)
 
 
+def token_divergences(
+    logits: Tensor, members: Sequence[Sample], blocked: Tensor | None, teacher: Tensor
+) -> Tensor:
+    """Compute the divergence of policy and teacher at every trained token, over the vocabulary.
+
+    KL(p || q) = sum_v p(v) (log p(v) - log q(v)), shape (n,), in nats. For samples of kind
+    ``full_reverse_kl`` p is the policy and q the teacher, for ``full_forward_kl`` the other way
+    round (the two ends of GKD's divergence). Temperature and constraint of a sample hold for both
+    distributions. ``teacher`` has logits of the same shape as ``logits``, and takes no gradient;
+    the other arguments are those of ``token_logprobs``.
+    """
+    own = _log_softmax(logits, members, blocked)
+    its = _log_softmax(teacher, members, blocked).detach()
+    forward = torch.tensor(
+        [s.kind == "full_forward_kl" for s in members for _ in s.positions], device=logits.device
+    )[:, None]
+    p, q = torch.where(forward, its, own), torch.where(forward, own, its)
+    gap = p - q
+    if blocked is not None:  # the logarithm of both is -inf there
+        gap = gap.masked_fill(blocked, 0.0)
+    return (p.exp() * gap).sum(dim=1)
+
+
 def measure_tokens(
     states: Tensor,
     head: Callable[[Tensor], Tensor],
@@ -59,6 +82,7 @@ def measure_tokens(
     measure: Measure = token_logprobs,
     *,
     frozen: bool = False,
+    teacher: Tensor | None = None,
 ) -> Tensor:
     """Measure every trained token without the logits of all of them at once.
 
@@ -74,34 +98,44 @@ def measure_tokens(
         schemas: only called for samples restricted to a JSON schema.
         measure: what to compute.
         frozen: whether ``head`` takes no gradient.
+        teacher: states of a teacher for the same tokens, shape (n, width); ``token_divergences``
+            is measured then.
 
     Returns:
         one number per trained token, shape (n,).
     """
 
-    def work(some: Tensor, part: Sequence[Sample]) -> Tensor:
+    def work(some: Tensor, part: Sequence[Sample], its: Tensor | None) -> Tensor:
         logits = head(some).float()
         blocked = blocked_tokens(part, logits.shape[1], schemas)
-        return measure(logits, part, None if blocked is None else blocked.to(logits.device))
+        blocked = None if blocked is None else blocked.to(logits.device)
+        if its is None:
+            return measure(logits, part, blocked)
+        with torch.no_grad():
+            taught = head(its).float()
+        return token_divergences(logits, part, blocked, taught)
 
     with torch.no_grad():
         vocabulary = head(states[:1]).shape[1]
-    size = max(1, LOGITS // vocabulary)
+    size = max(1, LOGITS // vocabulary // (1 if teacher is None else 2))
     if len(states) <= size:
-        return work(states, members)
+        return work(states, members, teacher)
     again = cast("Any", torch.utils.checkpoint).checkpoint  # torch leaves its arguments untyped
     found: list[Tensor] = []
-    for some, part in zip(torch.split(states, size), _token_parts(members, size), strict=True):
+    pieces = torch.split(states, size)
+    theirs = [None] * len(pieces) if teacher is None else torch.split(teacher, size)
+    parts = _token_parts(members, size)
+    for some, part, its in zip(pieces, parts, theirs, strict=True):
         if not torch.is_grad_enabled():
-            found.append(work(some, part))
+            found.append(work(some, part, its))
         elif frozen:
             leaf = some.detach().requires_grad_()
-            value = work(leaf, part)
+            value = work(leaf, part, its)
             (slope,) = torch.autograd.grad(value.sum(), leaf)  # a token's number has one state
             change = (some - some.detach()).float() * slope.float()  # zero, with that gradient
             found.append(value.detach() + change.sum(dim=1))
         else:
-            found.append(again(work, some, part, use_reentrant=False))
+            found.append(again(work, some, part, its, use_reentrant=False))
     return torch.cat(found)
 
 
@@ -170,6 +204,8 @@ class Terms(NamedTuple):
         weights: weight of each sample, shape (m,).
         share: n over the trained tokens of the whole batch.
         settings: clipping and other constants.
+        divergence: divergence to a teacher at each token, shape (n,), carries the gradient; empty
+            where the samples have no teacher's prompt.
     """
 
     logp: Tensor
@@ -180,6 +216,7 @@ class Terms(NamedTuple):
     weights: Tensor
     share: float
     settings: LossSettings
+    divergence: Tensor = torch.zeros(0)
 
 
 PolicyLoss = Callable[[Terms], tuple[Tensor, Stats]]
@@ -218,6 +255,20 @@ def reverse_kl(terms: Terms) -> tuple[Tensor, Stats]:
     return reverse_kl_loss(terms.logp, terms.teacher, segment=terms.segment, weights=terms.weights)
 
 
+def full_divergence(terms: Terms) -> tuple[Tensor, Stats]:
+    """Compute sum_s w_s * mean over t in s of the divergence to the teacher at t.
+
+    Raises:
+        ValueError: the runtime has measured no divergence.
+    """
+    _same_shape(terms.logp, terms.divergence, terms.segment)
+    stats = {"kl_teacher": float(terms.divergence.detach().mean())} if len(terms.logp) else {}
+    return (_token_share(terms.segment, terms.weights) * terms.divergence).sum(), stats
+
+
+full_reverse_kl = full_forward_kl = full_divergence  # `token_divergences` takes the direction
+
+
 @cache  # once, not for every micro-batch
 def _named(kind: str) -> PolicyLoss:
     return resolve("losses", kind, LOSSES)
@@ -229,6 +280,7 @@ def batch_loss(
     loss: LossSettings,
     total: float,
     reference: Tensor | None = None,
+    divergence: Tensor | None = None,
 ) -> tuple[Tensor, Sums]:
     """Compute these samples' share of their batch's loss; the parts of a batch add up to it.
 
@@ -241,12 +293,20 @@ def batch_loss(
         loss: which loss, and its constants.
         total: trained tokens of the whole batch, over which token means are taken.
         reference: log-probability of the same tokens under the reference of the KL penalty.
+        divergence: of the tokens of samples with a teacher's prompt, in their order, shape (m,),
+            carries the gradient (``token_divergences``).
 
     Returns:
         the loss, a scalar, and its metrics; those of a loss that only some samples ask for
         (`Sample.kind`) carry its name in front.
     """
     device = logp.device
+    distances = logp.new_zeros(0) if divergence is None else divergence
+    taught = torch.tensor(
+        [s.taught is not None for s in members for _ in s.positions],
+        device=device,
+        dtype=torch.bool,
+    )
     kinds = [s.kind or loss.kind for s in members for _ in s.positions]
     value, sums = logp.sum() * 0.0, Sums()
     for kind in dict.fromkeys([loss.kind, *kinds]):
@@ -263,6 +323,7 @@ def batch_loss(
             weights=torch.tensor([s.weight for s in own], device=device),
             share=count / total if total else 0.0,
             settings=loss,
+            divergence=distances[mine[taught]] if len(distances) else distances,
         )
         part, stats = _named(kind)(terms)
         # Imitated tokens are not the policy's own draws: only the batch's loss has the penalty.
@@ -377,8 +438,11 @@ def cispo_loss(
 def kl_k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
     """Estimate KL(pi || ref) per token drawn from pi: exp(d) - d - 1 with d = log ref - log pi.
 
-    Never negative, unbiased in value, low in variance (Schulman's k3, the KL term of GRPO). The
-    arguments are log-probabilities of shape (n,); detach the reference's.
+    Never negative, unbiased in value, low in variance (Schulman's k3, the KL term of GRPO). As a
+    loss it does not follow the gradient of that divergence, but of the other direction: over
+    tokens drawn from pi its expected gradient is that of KL(ref || pi), as in every GRPO that adds
+    k3 to its loss (docs/methods.md). The arguments are log-probabilities of shape (n,); detach the
+    reference's.
 
     Raises:
         ValueError: the shapes differ.

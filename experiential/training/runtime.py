@@ -20,7 +20,8 @@ from experiential.plugins import resolve
 from experiential.types import Generation, Record
 
 LOSSES = {
-    name: f"experiential.training.losses:{name}" for name in ("ppo", "cispo", "sft", "reverse_kl")
+    name: f"experiential.training.losses:{name}"
+    for name in ("ppo", "cispo", "sft", "reverse_kl", "full_reverse_kl", "full_forward_kl")
 }
 """Built-in policy losses, which import torch and so are imported when chosen."""
 METHODS = {
@@ -45,6 +46,8 @@ class Sample:
         json_schema: what the response was restricted to, from ``response`` to the end.
         response: index in ``tokens``; only needed with a schema.
         teacher: log-probability of each sampled token under a teacher, for ``reverse_kl`` alone.
+        taught: the same tokens after the teacher's prompt, for ``full_reverse_kl`` and
+            ``full_forward_kl`` alone.
         weight: weight of this sequence in the loss; the weights of a batch sum to one for
             sequence-mean losses.
         temperature: temperature the log-probabilities were taken at.
@@ -64,6 +67,7 @@ class Sample:
     temperature: float = 1.0
     policy_version: int = 0
     kind: str | None = None
+    taught: Sample | None = None
 
     def weighted(self, factor: float) -> Sample:
         """Return the same sample with its weight multiplied."""
@@ -84,6 +88,11 @@ def usable_samples(samples: Sequence[Sample]) -> list[Sample]:
             raise ValueError(
                 f"Expected {n} log-probabilities, advantages, constraints and teacher's, one per"
                 " position, got other lengths"
+            )
+        if sample.taught is not None and len(sample.taught.positions) != n:
+            raise ValueError(
+                f"Expected {n} positions after the teacher's prompt, got"
+                f" {len(sample.taught.positions)}"
             )
         low, high, last = min(sample.positions), max(sample.positions), len(sample.tokens) - 1
         if low < 1 or high > last:

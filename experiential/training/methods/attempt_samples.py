@@ -60,7 +60,7 @@ async def internalised_samples(
     """Distil successes with a reflection (r2 > 0) into the policy without it: line 24.
 
     ``sft`` imitates second attempts after prompts without the reflection, L_distill = -log pi(y2 |
-    x); ``reverse_kl`` is appendix A's, for which ``policy`` gives the teacher's log-probabilities.
+    x); the others are appendix A's, for which ``policy`` gives the teacher's log-probabilities.
     ``agent`` has the settings of the one that played, to rebuild prompts; its conversation is
     replaced.
     """
@@ -71,11 +71,15 @@ async def internalised_samples(
         return []
     if settings.internalise == "sft":
         return imitation_samples(better, agent, weight)
-    return await reverse_kl_samples(better, agent, policy, weight)
+    return await distilled_samples(better, agent, policy, weight, settings.internalise)
 
 
-async def reverse_kl_samples(
-    better: Sequence[SecondAttempt], agent: ActorAgent, policy: PolicyRuntime, weight: float
+async def distilled_samples(
+    better: Sequence[SecondAttempt],
+    agent: ActorAgent,
+    policy: PolicyRuntime,
+    weight: float,
+    kind: str,
 ) -> list[Sample]:
     """Make samples of on-policy distillation on first attempts' tokens (appendix A).
 
@@ -83,9 +87,9 @@ async def reverse_kl_samples(
     attempts share ``weight`` equally.
 
     The paper prints KL(pi(.|x, reflection) || pi(.|x)) inside an expectation over y ~ pi(.|x), and
-    calls it reverse. On draws of the student pi(.|x) the divergence that can be estimated, and the
-    one that on-policy distillation minimises, is KL(pi(.|x) || pi(.|x, reflection)): that is the
-    loss here (`experiential.training.losses.reverse_kl_loss`).
+    calls it reverse. ``full_forward_kl`` is that, summed over the vocabulary at each token of y;
+    ``full_reverse_kl`` is the other direction, which on-policy distillation minimises, and
+    ``reverse_kl`` its estimate from the drawn token alone.
     """
     pairs = [e for e in better if e.reflection.block is not None]
     samples: list[Sample] = []
@@ -93,11 +97,13 @@ async def reverse_kl_samples(
         played = pair.first.acts()
         observations = [turn.observation for turn in pair.first.trajectory.turns]
         taught = agent.replay(observations, played, advice=pair.reflection.block)
-        scores = await policy.score([sample_from_generation(g, 0.0) for g in taught])
-        own = [
-            replace(sample_from_generation(g, 0.0), teacher=score, kind="reverse_kl")
-            for g, score in zip(played, scores, strict=True)
-        ]
+        own = [replace(sample_from_generation(g, 0.0), kind=kind) for g in played]
+        teachers = [sample_from_generation(g, 0.0) for g in taught]
+        if kind == "reverse_kl":
+            scores = await policy.score(teachers)
+            own = [replace(s, teacher=score) for s, score in zip(own, scores, strict=True)]
+        else:
+            own = [replace(s, taught=teacher) for s, teacher in zip(own, teachers, strict=True)]
         total = sum(len(s.positions) for s in own)
         samples += [
             s.weighted(weight / len(pairs) * len(s.positions) / total) for s in own if s.positions
