@@ -22,7 +22,7 @@ from experiential.envs.vault import LEVERS, VaultEnv
 def main() -> None:
     """Print one line per weight."""
     rng, embed = random.Random(0), resolve_embedder(None)
-    names = [*VaultEnv(split="eval", worlds=40).names, *VaultEnv(split="train", worlds=64).names]
+    names = [*VaultEnv(split="dev", worlds=40).names, *VaultEnv(split="train", worlds=64).names]
     tasks = np.asarray(embed([f"Open the vault of {name}." for name in names]))
     texts = np.asarray(embed([f"{rng.choice(names)}: pull {rng.choice(LEVERS)}." for _ in names]))
     for weight in (0, 1, 2, 3):
