@@ -295,6 +295,16 @@ def test_distillation_gives_operations_with_their_spans_in_the_response(tokens: 
     assert is_token_prompt(llm.prompts[0]) is tokens
 
 
+def test_short_prompts_are_the_brief_ones_with_operations_under_a_schema() -> None:
+    asked = {}
+    for name in ("brief", "short"):
+        llm = scripted('[{"op": "add", "text": "c"}]')
+        ExtractorAgent(llm, prompts=name).distill(TRAJECTORY)
+        asked[name] = (llm.prompts[0], llm.samplings[0].json_schema)
+    assert asked["brief"][0] == asked["short"][0]
+    assert asked["brief"][1] is None and asked["short"][1] is not None
+
+
 def test_an_unreadable_answer_is_a_distillation_with_a_reason() -> None:
     distillation = ExtractorAgent(scripted("I do not know.")).distill(TRAJECTORY)
     assert distillation.parsed.operations == () and [

@@ -292,7 +292,7 @@ def test_kept_ends_fit_the_budget_and_keep_one_at_each_end(lengths: list[int], b
 
 
 def test_an_unknown_prompt_set_is_an_error_that_names_the_sets() -> None:
-    with pytest.raises(ValueError, match="brief, full"):
+    with pytest.raises(ValueError, match="brief, full, short"):
         prompt_set("medium")
     assert {(prompts.name, prompts.version) for prompts in (BRIEF, FULL)} == {
         ("brief", "1"),

@@ -249,7 +249,11 @@ def cut_middle(text: str, limit: int) -> str:
 
 @lru_cache(maxsize=4)
 def prompt_set(name: str) -> PromptSet:
-    """Return a prompt set: ``full`` for instruct models, ``brief`` for the bundled tiny model.
+    """Return a prompt set by its name.
+
+    ``full`` is for instruct models and ``brief`` for the bundled tiny model. ``short`` has the
+    words of ``brief`` and asks for operations under a schema: for small models to be trained, to
+    which the long prompts of ``full`` are mostly cost.
 
     Raises:
         ValueError: there is no such set.
@@ -261,7 +265,7 @@ def prompt_set(name: str) -> PromptSet:
     shared = words["shared"]
     texts = {
         key: Template(Template(text).safe_substitute(shared)).substitute
-        for key, text in words[name].items()
+        for key, text in words["brief" if name == "short" else name].items()
     }
     shown = MappingProxyType(texts)  # one set serves all agents of a process
     return PromptSet(name, words["versions"][name], shown, structured=name != "brief")
