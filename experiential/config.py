@@ -26,8 +26,21 @@ SAME_AS = {
 }
 """Sections of the extractor that hold only what differs from a section of the actor."""
 
-Arm = Literal["off", "on", "frozen", "shuffled", "placebo"]
-"""One way to evaluate: which experience the actor is shown (docs/evaluation.md)."""
+BankArm = Literal["off", "on", "frozen", "shuffled", "placebo"]
+"""One way to evaluate: which experience of its bank the actor is shown (docs/evaluation.md)."""
+Baseline = Literal[
+    "random",
+    "history-1",
+    "history-2",
+    "history-3",
+    "template",
+    "best-of-2",
+    "best-of-4",
+    "best-of-8",
+]
+"""A baseline that any actor can be evaluated with, with a bank or without."""
+Arm = Literal[BankArm, Baseline]
+"""One way to evaluate."""
 Advice = Literal["system", "observation"]
 """Place of the advice in the actor's prompt."""
 Ratio = Literal["token", "sequence"]
@@ -178,6 +191,8 @@ class ActorOptions(Options):
     """in the system message, or behind the first observation"""
     instruction: str = ""
     """what the actor is told about the environment; not with the brief prompt set"""
+    system: str | None = None
+    """system message in place of the prompt set's; None keeps that"""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """nucleus sampling"""
 
@@ -514,7 +529,8 @@ class EvalSettings(Settings):
     temperature: NonNegativeFloat = 1.0
     seed: int = 10_000
     arms: tuple[Arm, ...] = Field(default=("off", "on"), min_length=1)
-    """what is played: off, on, frozen, shuffled, placebo"""
+    """what is played: off, on, frozen, shuffled, placebo, and baselines: random, history-1 to -3,
+    template, best-of-2, -4 or -8"""
 
     @field_validator("arms", mode="before")
     @classmethod

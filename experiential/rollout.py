@@ -142,12 +142,21 @@ def episode_seed(*parts: int) -> int:
     return int(np.random.SeedSequence([p & 0xFFFFFFFF for p in parts]).generate_state(1)[0])
 
 
-def world_count(env_id: str, kwargs: dict[str, Any]) -> int | None:
-    """Return the number of worlds of an environment; None if it lists none."""
+def world_facts(env_id: str, kwargs: dict[str, Any]) -> tuple[int | None, float | None]:
+    """Return the number of worlds of an environment, and the success rate of blind play.
+
+    Each is None where the environment does not state it.
+    """
     env = make(env_id, **kwargs)
     worlds = getattr(env.unwrapped, "worlds", None)
+    chance = getattr(env.unwrapped, "chance", None)
     env.close()
-    return None if worlds is None else len(worlds)
+    return None if worlds is None else len(worlds), chance
+
+
+def world_count(env_id: str, kwargs: dict[str, Any]) -> int | None:
+    """Return the number of worlds of an environment; None if it lists none."""
+    return world_facts(env_id, kwargs)[0]
 
 
 class Reviewer(Protocol):

@@ -413,3 +413,14 @@ def test_replay_gives_the_same_responses_after_prompts_without_the_advice() -> N
     assert [g.prompt_ids for g in again] == [g.prompt_ids for g in told.generations]
     with pytest.raises(ValueError, match="tokenizer"):
         ActorAgent(ScriptedLLM(["x"])).replay(["a"], replayed[:1])
+
+
+@pytest.mark.parametrize("constrain", [False, True])
+def test_a_system_message_of_ones_own_stands_word_for_word_before_the_advice(
+    constrain: bool,
+) -> None:
+    llm = ScriptedLLM(["go north"])
+    agent = ActorAgent(llm, system="Obey $notes and {notes}.", constrain=constrain)
+    advice = experience_block(["North is safe."])
+    agent.act("A fork.", {"admissible": ["go north"], "experience_prompt": advice})
+    assert llm.calls[0][0]["content"] == f"Obey $notes and {{notes}}.\n{advice}"

@@ -5,6 +5,9 @@ or text that says nothing.
 from __future__ import annotations
 
 import hashlib
+import re
+import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,9 @@ from experiential.evaluation.arms import (
     token_count,
     worlds,
 )
+from experiential.evaluation.card import arm_report
+from experiential.evaluation.cell import Cell
+from experiential.evaluation.players import Player
 from experiential.evaluation.visits import Meters, VisitEvaluator
 from experiential.llm.metered import Meter, Metered, Spent
 from experiential.llm.scripted import ScriptedLLM
@@ -327,7 +333,7 @@ class TestOpened:
 
     def test_an_arm_with_a_bank_needs_one(self, tmp_path: Path) -> None:
         with (
-            pytest.raises(ValueError, match="only 'off' can be played"),
+            pytest.raises(ValueError, match="only 'off' and baselines"),
             opened_arm("on", None, tmp_path, None, OPTIONS),
         ):
             pass
@@ -404,6 +410,80 @@ class TestEvaluator:
             assert cost.actor.requests == len(seen[name]) and cost.seconds > 0
             assert cost.extractor.requests == (8 if name in ("on", "shuffled", "placebo") else 0)
         assert found["frozen"].event()["cost"]["actor"]["requests"] == len(seen["frozen"])
+
+
+class TestBaselines:
+    """Arms that any actor can play, without a trained bank."""
+
+    def evaluator(self, make_actor: Any, **options: Any) -> VisitEvaluator:
+        settings = load_experiment(
+            "grpo",
+            [
+                "env.eval={split: eval, worlds: 3}",
+                "eval.worlds=3",
+                "eval.visits=3",
+                f"env.kwargs={options}",
+            ],
+        )
+        return VisitEvaluator(settings, make_actor, None)
+
+    @pytest.mark.parametrize(
+        ("arm", "shown", "opening"),
+        [
+            ("history-1", [0, 1, 1], "Task: Open"),
+            ("history-3", [0, 1, 2], "Task: Open"),
+            ("template", [0, 1, 1], "Open"),
+        ],
+    )
+    async def test_a_function_writes_down_the_last_visits_to_the_same_world(
+        self, tmp_path: Path, arm: Arm, shown: list[int], opening: str
+    ) -> None:
+        seen: list[tuple[str, list[str]]] = []  # name of the vault, entries
+
+        def act(messages: Any) -> str:
+            system, first = messages[0]["content"], messages[1]["content"]
+            name = first.partition("vault of ")[2].partition(".")[0]
+            block = system.partition("<experience>")[2].partition("</experience>")[0]
+            if len(messages) == 2:
+                seen.append((name, re.split(r"^[0-9]\. ", block, flags=re.MULTILINE)[1:]))
+            return "<action>pull nothing</action>"
+
+        llm = ScriptedLLM(act)
+        evaluator = self.evaluator(lambda: ActorAgent(llm, prompts="brief"))
+        played = await evaluator.play(arm, 0, None, tmp_path / "arm")
+        assert [len(entries) for _, entries in seen] == [n for n in shown for _ in range(3)]
+        for name, entries in seen:
+            assert all(entry.startswith(f"{opening} the vault of {name}.") for entry in entries)
+            assert all("pull nothing" in entry and "was live" in entry for entry in entries)
+        assert played.entries == 0 and played.errors == 0
+
+    async def test_random_play_is_drawn_by_the_seeds_and_asks_no_actor(self) -> None:
+        def make_actor() -> ActorAgent:
+            raise AssertionError("an actor was made")
+
+        first = await self.evaluator(make_actor).play("random", 0)
+        again = await self.evaluator(make_actor).play("random", 0)
+        assert first.outcomes == again.outcomes
+        assert first.errors == 0
+        assert first.event()["chance"] == pytest.approx(2 / 14)
+
+    async def test_best_of_n_counts_a_task_as_solved_by_any_of_its_attempts(self) -> None:
+        attempt: Counter[str] = Counter()
+        lock = threading.Lock()
+
+        def act(observation: str, info: Any) -> str:
+            with lock:  # the attempts of a task see the same, and play at once
+                attempt[observation] += 1
+                return info["admissible"][attempt[observation] - 1]
+
+        make_actor: Any = lambda: Player(act)  # noqa: E731
+        played = await self.evaluator(make_actor, levers=2, tries=1).play("best-of-2", 0)
+        assert played.outcomes == ((True,) * 3,) * 3
+        assert set(attempt.values()) == {2} and len(attempt) == 9
+        texts = ("run", "recipe", "environment", "checkpoint", "settings", "family", "version")
+        facts: dict[str, Any] = {**dict.fromkeys(texts, ""), "seed": 0, "step": 0}
+        cells = [Cell(**facts, arm="best-of-2", outcomes=("01", "00"))]
+        assert arm_report("best-of-2", cells).episodes == 8
 
 
 class TestMeter:

@@ -60,6 +60,7 @@ class ActorAgent:
         llm: the backend; when it shows its tokenizer, the conversation is kept as token ids.
         prompts: ``full`` for instruct models, ``brief`` for the bundled tiny model.
         instruction: description of the environment for the agent; trusted text.
+        system: system message in place of that of ``prompts``, which then has no instruction.
         temperature: sampling temperature; 0 is greedy.
         top_p: nucleus sampling.
         max_tokens: tokens per response.
@@ -89,6 +90,7 @@ class ActorAgent:
         *,
         prompts: str = "full",
         instruction: str = "",
+        system: str | None = None,
         temperature: float = 1.0,
         top_p: float = 1.0,
         max_tokens: int = 256,
@@ -108,7 +110,8 @@ class ActorAgent:
         if advice not in ("system", "observation"):
             raise ValueError(f"Expected advice to be 'system' or 'observation', got {advice!r}")
         self.llm = llm
-        self.prompts = prompt_set(prompts)
+        given = prompt_set(prompts)
+        self.prompts = given if system is None else given.with_system(system)
         self.instruction = instruction
         self.constrain = constrain
         self.history = history

@@ -10,7 +10,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -90,6 +90,15 @@ class PromptSet:
         given = f"{instruction.strip()}\n\n" if instruction.strip() else ""
         text = self.texts["actor_choice" if constrained else "actor_system"](instruction=given)
         return f"{text}\n{experience}" if experience else text
+
+    def with_system(self, text: str) -> PromptSet:
+        """Return this set with ``text`` as the actor's system message, word for word."""
+
+        def written(**slots: str) -> str:
+            return text
+
+        texts = {**self.texts, "actor_system": written, "actor_choice": written}
+        return replace(self, texts=MappingProxyType(texts))
 
     def distill_messages(
         self,

@@ -60,7 +60,7 @@ from experiential.cli.options import (
 )
 from experiential.cli.progress import Progress
 from experiential.cli.rows import show_json, show_line
-from experiential.config import Arm, ModelSettings
+from experiential.config import Arm, BankArm, ModelSettings
 from experiential.errors import BackendError, BudgetError, ConfigError
 from experiential.llm.base import LLM
 from experiential.llm.metered import Spent
@@ -293,10 +293,10 @@ def arms_of(options: dict[str, Any]) -> list[Arm]:
     default = "off" if bank is None else "off,on" if learn else "off,frozen"
     arms = dict.fromkeys(arm.strip() for arm in (options["arms"] or default).split(","))
     for arm in arms:
-        if arm not in get_args(Arm):
+        if arm not in get_args(BankArm):
             raise ConfigError(
-                f"Expected --arms among {', '.join(get_args(Arm))}, got"
-                f" {arm!r}{did_you_mean(arm, get_args(Arm))}"
+                f"Expected --arms among {', '.join(get_args(BankArm))}, got"
+                f" {arm!r}{did_you_mean(arm, get_args(BankArm))}"
             )
     if learn != ("on" in arms):
         raise ConfigError(

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from rich.console import Console
 from typer import Argument, Option
@@ -42,7 +42,13 @@ def evaluate(
             metavar="RUN... [key=value]...", help="Output folders of runs, and settings to change."
         ),
     ],
-    arms: Annotated[str, Option(help="Arms to play, with commas between them.")] = ALL,
+    arms: Annotated[
+        str,
+        Option(
+            help="Arms to play, with commas between them; baselines too: random, history-1 to -3,"
+            " template, best-of-2, -4 or -8."
+        ),
+    ] = ALL,
     output: Annotated[
         Path, Option(help="Folder of the card, the page and the finished cells.")
     ] = Path("runs/evaluation"),
@@ -207,10 +213,9 @@ def split_targets(targets: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 def parse_arms(text: str) -> list[Arm]:
     """Parse a list of arms with commas, each once."""
-    from experiential.evaluation.card import ARMS
-
+    known = get_args(Arm)
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    wrong = [name for name in names if name not in ARMS]
+    wrong = [name for name in names if name not in known]
     if wrong or not names:
-        raise ConfigError(f"Expected --arms among {ALL}, got {text!r}")
-    return [arm for name in names for arm in ARMS if arm == name]
+        raise ConfigError(f"Expected --arms among {', '.join(known)}, got {text!r}")
+    return [arm for name in names for arm in known if arm == name]

@@ -188,6 +188,11 @@ class TextEnv(gym.Env[str, str], ABC):
         """Yield all that the worlds are made of; by default only their name and number."""
         yield f"{type(self).__qualname__} {self._count}"
 
+    @property
+    def chance(self) -> float | None:
+        """Return the success rate of the best blind play; None where it is not known exactly."""
+        return None
+
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, Info]:

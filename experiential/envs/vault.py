@@ -138,6 +138,11 @@ class VaultEnv(TextEnv):
         return f"pull {self._live}"
 
     @property
+    def chance(self) -> float:
+        """Return the success rate of trying different levers blindly."""
+        return min(self.tries, self.levers) / self.levers
+
+    @property
     def task(self) -> str:
         """Return the task in words."""
         return f"Open the vault of {self._name}."

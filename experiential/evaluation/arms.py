@@ -4,6 +4,9 @@ An arm is one condition under which the same held-out worlds are played. ``off``
 ``on`` sees the bank as trained, which goes on filling between visits. ``frozen`` sees the bank as
 trained, opened read-only. ``shuffled`` and ``placebo`` are as ``on``, but show experience of other
 tasks, or text without content. Every bank here is a copy in a scratch folder.
+
+Baselines need no trained bank. ``history-k`` and ``template`` keep, for each task, what a function
+writes about its last episodes here; ``best-of-n`` plays n attempts without any memory.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiential.agents.functions import FunctionExtractor, template, transcript
 from experiential.agents.prompts import entry_text, experience_block
 from experiential.bank.bank import ExperienceBank
+from experiential.bank.folder import FolderBank
 from experiential.bank.manager import ExperienceManager
 from experiential.bank.manager_like import ManagerLike, NoBank
 from experiential.bank.protocol import Bank, ForkableBank
@@ -33,6 +38,15 @@ WORDS = ("and", "as", "in", "is", "it", "of", "so", "that", "the", "to")
 """Words that carry no content by themselves; the placebo arm shows texts of them."""
 _LONGEST = 4096
 """Words of the longest filler that is tried."""
+NEEDS_BANK: frozenset[Arm] = frozenset(("on", "frozen", "shuffled", "placebo"))
+"""Arms that only a run with a bank can play."""
+FUNCTIONS: dict[Arm, tuple[Callable[[Trajectory], str], int]] = {
+    "history-1": (transcript, 1),
+    "history-2": (transcript, 2),
+    "history-3": (transcript, 3),
+    "template": (template, 1),
+}
+"""Arms whose entries a function writes: that function, and how many of a task's last are shown."""
 
 
 class Substitute(ABC):
@@ -228,14 +242,28 @@ def opened_arm(
         render: makes the text that the actor reads of an entry.
 
     Raises:
-        ValueError: the arm needs a bank, and there is none.
+        ValueError: the arm needs a bank (`NEEDS_BANK`), and there is none.
     """
-    if arm == "off":
+    if arm in FUNCTIONS:
+        write, k = FUNCTIONS[arm]
+        retrieval = {"strategy": "recent", "same_task": True, "k": k, "floor": -1.0}
+        kept = {name: options[name] for name in ("seed", "merge_every", "queue_size")}
+        kept |= {"retrieval": retrieval, "text_limit": 6000}
+        with (
+            FolderBank(scratch, embedder="hashing", store="exact") as empty,
+            ExperienceManager(
+                empty, FunctionExtractor(write), share_queue=False, **kept
+            ) as manager,
+        ):
+            yield ArmBank(manager, manager, 0, Condition.GUIDED)
+        return
+    if arm not in NEEDS_BANK:
         yield ArmBank(NoBank())
         return
     if bank is None:
         raise ValueError(
-            f"Expected a bank for the arm {arm!r}, got None; without one only 'off' can be played"
+            f"Expected a bank for the arm {arm!r}, got None; without one only 'off' and baselines"
+            " can be played"
         )
     copy = bank.fork(scratch)
     if arm == "frozen":
@@ -249,6 +277,15 @@ def opened_arm(
         elif arm == "placebo":
             shown = Placebo(manager, options["seed"], tokenizer, render)
         yield ArmBank(shown, manager, len(copy), Condition.GUIDED)
+
+
+def attempts(arm: Arm) -> int:
+    """Return the episodes that an arm plays of each task and seed; one success is enough.
+
+    >>> attempts("on"), attempts("best-of-4")
+    (1, 4)
+    """
+    return int(arm.removeprefix("best-of-")) if arm.startswith("best-of-") else 1
 
 
 def worlds(bank: Bank, entry: Experience) -> frozenset[str]:

@@ -11,7 +11,8 @@ from typing import Any, get_args
 
 import numpy as np
 
-from experiential.config import Arm
+from experiential.config import Arm, BankArm, Baseline
+from experiential.evaluation.arms import attempts
 from experiential.evaluation.cell import Cell, package_version
 from experiential.evaluation.intervals import (
     GAIN,
@@ -25,7 +26,9 @@ from experiential.evaluation.intervals import (
 from experiential.llm.metered import Spent
 from experiential.types import Record
 
-ARMS: tuple[Arm, ...] = get_args(Arm)
+ARMS: tuple[Arm, ...] = get_args(BankArm)
+"""The arms that a comparison plays where none are named: all but the baselines."""
+BASELINES: tuple[Arm, ...] = get_args(Baseline)
 DIFFERENCES: tuple[tuple[Arm, Arm], ...] = (
     ("on", "off"),
     ("on", "shuffled"),
@@ -33,7 +36,7 @@ DIFFERENCES: tuple[tuple[Arm, Arm], ...] = (
     ("on", "frozen"),
     ("frozen", "off"),
 )
-"""The pairs of arms that are compared, first minus second."""
+"""The pairs of arms that are compared, first minus second; beside them baselines, with two arms."""
 _PACKAGES = ("torch", "transformers", "numpy", "gymnasium", "chromadb")
 
 
@@ -190,6 +193,8 @@ def make_card(
                 f"{name}: one training seed; its intervals leave out how much another training"
                 " would differ"
             )
+        if (chance := mine[0].chance) is not None:
+            notes.append(f"{name}: chance, blind play, is {100 * chance:.1f} %")
         for cell in mine:
             for role, spent in (("actor", cell.cost.actor), ("extractor", cell.cost.extractor)):
                 if spent.tokens and spent.unreported:
@@ -224,7 +229,8 @@ def make_card(
 def arm_report(arm: Arm, cells: Sequence[Cell]) -> ArmReport:
     """Report one arm over the runs of a recipe, by the arm's cell of each."""
     tables = [cell.table() for cell in cells]
-    successes, episodes = sum(int(t.sum()) for t in tables), sum(t.size for t in tables)
+    successes = sum(int(t.sum()) for t in tables)
+    episodes = attempts(arm) * sum(t.size for t in tables)
     actor = sum((cell.cost.actor for cell in cells), Spent())
     extractor = sum((cell.cost.extractor for cell in cells), Spent())
     seconds = sum(cell.cost.seconds for cell in cells)
@@ -298,7 +304,8 @@ def _later(cells: Sequence[Cell]) -> np.ndarray:
 def by_arm(cells: Iterable[Cell]) -> dict[Arm, list[Cell]]:
     """Group cells by arm, in the order of the arms, each by training seed."""
     found: dict[Arm, list[Cell]] = {}
-    for cell in sorted(cells, key=lambda cell: (ARMS.index(cell.arm), cell.seed)):
+    order = (*ARMS, *BASELINES)
+    for cell in sorted(cells, key=lambda cell: (order.index(cell.arm), cell.seed)):
         found.setdefault(cell.arm, []).append(cell)
     return found
 
@@ -308,7 +315,8 @@ def recipe_report(name: str, cells: Sequence[Cell]) -> RecipeReport:
     arms = by_arm(cells)
     runs = {cell.settings: cell for cell in sorted(cells, key=lambda cell: cell.seed)}
     differences: list[Difference] = []
-    for first, second in DIFFERENCES:
+    baselines = [pair for one in BASELINES for pair in (("on", one), (one, "off"))]
+    for first, second in (*DIFFERENCES, *baselines):
         if first in arms and second in arms:
             found = recipe_difference(arms[first], arms[second])
             if found and found["seeds"]:  # arms of one recipe are compared only when paired

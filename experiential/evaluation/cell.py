@@ -43,6 +43,8 @@ class Cell(Record):
     """Episodes that failed for a technical reason, and so count as no success."""
     entries: int = 0
     """Entries of the bank at the beginning."""
+    chance: float | None = None
+    """Success rate of blind play, where the environment states it."""
     failures: dict[str, int] = {}
     cost: Cost = Cost()
 
@@ -57,7 +59,7 @@ class Cell(Record):
 
 def cell_of(event: Mapping[str, Any], run: str, experiment: Experiment, checkpoint: str) -> Cell:
     """Return the cell of an eval event, as `Trainer` emits it."""
-    kept = ("arm", "step", "errors", "entries", "failures", "cost")
+    kept = ("arm", "step", "errors", "entries", "chance", "failures", "cost")
     return Cell(
         run=run,
         recipe=experiment.recipe,

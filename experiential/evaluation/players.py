@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +68,25 @@ class Player:
         if not isinstance(action, str):
             raise BackendError(f"expected text from the agent, got {type(action).__name__}")
         return action
+
+
+class RandomPlayer(Player):
+    """Draw uniformly among the admissible actions; the draws follow from the episode's seed.
+
+    Where an environment names none it says `FALLBACK`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(lambda observation, info: self._rng.choice(_admissible(info)))
+        self._rng = random.Random()
+
+    def reset(self, *, seed: int | None = None) -> None:
+        """Begin an episode."""
+        self._rng = random.Random(seed)
+
+
+def _admissible(info: Mapping[str, Any]) -> Sequence[str]:
+    return info.get("admissible") or (FALLBACK,)
 
 
 def seated() -> Player:

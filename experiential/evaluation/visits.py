@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -21,7 +21,8 @@ from experiential.agents.prompts import entry_text, principle_text
 from experiential.bank.options import bank_settings
 from experiential.bank.protocol import ForkableBank
 from experiential.config import Arm, Experiment
-from experiential.evaluation.arms import opened_arm
+from experiential.evaluation.arms import attempts, opened_arm
+from experiential.evaluation.players import RandomPlayer
 from experiential.llm.metered import Meter, Spent
 from experiential.llm.rounds import Rounds
 from experiential.rollout import (
@@ -35,7 +36,7 @@ from experiential.rollout import (
     failures,
     make_env,
     refuse_broken,
-    world_count,
+    world_facts,
 )
 from experiential.types import Record
 
@@ -55,11 +56,14 @@ class Visits(Record):
     arm: str
     step: int
     outcomes: tuple[tuple[bool, ...], ...]
-    """``outcomes[w][v]``: whether visit v to world w succeeded; a technical failure did not."""
+    """``outcomes[w][v]``: whether visit v to world w succeeded; a technical failure did not. Of
+    several attempts (``best-of-n``) one success is enough."""
     errors: int = 0
     """Episodes that failed for a technical reason."""
     entries: int = 0
     """Entries of the bank at the beginning."""
+    chance: float | None = None
+    """Success rate of blind play, where the environment states it (``TextEnv.chance``)."""
     failures: dict[str, int] = {}
     """How many episodes failed for which reason."""
     cost: Cost = Cost()
@@ -76,8 +80,9 @@ class Visits(Record):
         ]
         outcomes = [[int(success) for success in row] for row in self.outcomes]
         kept = self.model_dump(include={"step", "arm", "errors", "entries", "cost"})
-        failures = {"failures": self.failures} if self.failures else {}
-        return {"event": "eval", **kept, "visits": visits, "outcomes": outcomes, **failures}
+        more = self.model_dump(include={"failures", "chance"})
+        known = {name: value for name, value in more.items() if value}
+        return {"event": "eval", **kept, "visits": visits, "outcomes": outcomes, **known}
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,8 @@ class VisitEvaluator:
         self._experiment, self._make_actor, self._extractor = experiment, make_actor, extractor
         self._rounds = rounds
         self._make_env, self._meters, self._critic = make_env, meters or Meters(), critic
-        listed = world_count(experiment.env.id, experiment.env.kwargs | experiment.env.eval)
+        arguments = experiment.env.kwargs | experiment.env.eval
+        listed, self._chance = world_facts(experiment.env.id, arguments)
         self._listed = listed is not None
         worlds = experiment.eval.worlds
         self._worlds = worlds if listed is None else min(worlds, listed)
@@ -140,12 +146,15 @@ class VisitEvaluator:
         """Play one arm; ``step`` is the training step, for the record.
 
         ``bank`` is the bank as trained, which is only read, and ``scratch`` a folder without a bank
-        for the arm's copy of it; both are None for ``off``.
+        for the arm's copy of it, or its own; both are None for ``off``. A baseline needs no bank.
 
         Raises:
             ExperientialError: the environment failed every episode of a visit.
         """
         settings, meters, begin = self._experiment, self._meters, time.perf_counter()
+        tries, make_actor = attempts(arm), self._make_actor
+        if arm == "random":
+            make_actor = cast("Callable[[], ActorAgent]", RandomPlayer)
         actor_before, extractor_before = meters.actor.spent(), meters.extractor.spent()
         rounds = self._rounds
         if rounds is None and settings.repeatable:
@@ -164,15 +173,15 @@ class VisitEvaluator:
             scratch or Path(),
             self._extractor,
             options,
-            tokenizer=self._make_actor().llm.tokenizer,
+            tokenizer=make_actor().llm.tokenizer,
             render=principle_text if settings.actor.search_experience else entry_text,
         ) as opened:
             rollout = Rollout(
                 settings.env,
                 settings.env.eval,
                 opened.shown,
-                self._make_actor,
-                slots=min(64, self._worlds),
+                make_actor,
+                slots=min(64, self._worlds * tries),
                 search_and_ask=settings.actor.search_and_ask,
                 search_experience=settings.actor.search_experience,
                 make_env=self._make_env,
@@ -187,7 +196,8 @@ class VisitEvaluator:
                         seed = episode_seed(settings.eval.seed, world, visit)
                         options = {"world": world} if self._listed else {}
                         task = Task(seed=seed, group=f"eval.{world}.{visit}", options=options)
-                        jobs.append(Job(task, opened.condition, sampling_seed=seed))
+                        draws = [seed, *(episode_seed(seed, one) for one in range(1, tries))]
+                        jobs += [Job(task, opened.condition, sampling_seed=one) for one in draws]
                     async with opened.visit():
                         visits.append(await rollout.play(jobs))
                         refuse_broken(visits[-1])
@@ -196,14 +206,18 @@ class VisitEvaluator:
             actor=meters.actor.spent() - actor_before,
             extractor=meters.extractor.spent() - extractor_before,
         )
-        worlds = zip(*visits, strict=True)
+        worlds = (slice(world * tries, (world + 1) * tries) for world in range(self._worlds))
         reasons = failures([episode for visit in visits for episode in visit])
         return Visits(
             arm=arm,
             step=step,
-            outcomes=tuple(tuple(bool(e.trajectory.success) for e in world) for world in worlds),
+            outcomes=tuple(
+                tuple(any(e.trajectory.success for e in visit[own]) for visit in visits)
+                for own in worlds
+            ),
             errors=sum(reasons.values()),
             entries=opened.entries,
+            chance=self._chance,
             failures=reasons,
             cost=cost,
         )

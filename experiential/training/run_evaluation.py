@@ -13,6 +13,7 @@ from typing import Any
 from experiential.bank.index.site import CHROMA
 from experiential.config import Arm, Experiment
 from experiential.errors import CheckpointError
+from experiential.evaluation.arms import NEEDS_BANK
 from experiential.evaluation.cell import Cell, cell_name, cell_of, folder_digest, settings_digest
 from experiential.evaluation.results import ResultStore
 from experiential.training.checkpoint import CheckpointStore
@@ -55,7 +56,9 @@ def evaluate_run(
     *,
     observer: Observer | None = None,
 ) -> list[Cell]:
-    """Return one cell for each arm that the run can play (without a bank only ``off``), in order.
+    """Return one cell for each arm that the run can play, in order.
+
+    Without a bank these are ``off`` and the baselines.
 
     Cells in ``store`` are not played again; others are stored as soon as they are finished.
     ``observer`` receives the events of the episodes.
@@ -67,7 +70,7 @@ def evaluate_run(
 
     settings = settings_digest(run.experiment)
     has_bank = run.experiment.extractor.enabled and (run.checkpoint / "bank").is_dir()
-    wanted: list[Arm] = [arm for arm in arms if arm == "off" or has_bank]
+    wanted: list[Arm] = [arm for arm in arms if arm not in NEEDS_BANK or has_bank]
     found = finished_cells(run, wanted, store)
     left: tuple[Arm, ...] = tuple(arm for arm in wanted if arm not in found)
     if not left:

@@ -23,6 +23,7 @@ from experiential.bank.manager_like import NoBank
 from experiential.bank.protocol import Bank, ForkableBank
 from experiential.config import Experiment
 from experiential.errors import BudgetError, CheckpointError, ExperientialError
+from experiential.evaluation.arms import NEEDS_BANK
 from experiential.evaluation.intervals import paired_difference
 from experiential.evaluation.visits import Meters, VisitEvaluator, Visits, manager_options
 from experiential.llm.base import LLM
@@ -372,7 +373,7 @@ class Trainer:
         scratch = self.output / "evaluation" / f"step-{step:06d}"
         shutil.rmtree(scratch, ignore_errors=True)
         for arm in self.experiment.eval.arms:
-            if arm == "off" or self._bank is not None:
+            if arm not in NEEDS_BANK or self._bank is not None:
                 visits = await evaluator.play(arm, step, self._bank, scratch / arm)
                 self._visits.append(visits)
                 self._metrics.emit(visits.event())

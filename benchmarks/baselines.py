@@ -1,0 +1,224 @@
+"""Play the baselines that a reviewer asks for first, on Vault and the worlds of the study.
+
+    python -m benchmarks.baselines prompts [--only N]   every prompt, untrained, on the dev split
+    python -m benchmarks.baselines run [--seeds 3]      all baselines, once, on the eval split
+
+`prompts` tries each sentence of `PROMPTS` as system message of the untrained tiny actor, with four
+memories, on split ``dev``, and keeps all figures. `run` then plays on the worlds, visits and seeds
+of the study: chance, the untrained actor with the shipped prompt and with the prompt that was best
+on dev for each memory, actors trained by GRPO with the same memories, and the recipes ``history``
+and ``template``. Trained runs are kept in ``--runs`` and not trained again; a finished row is not
+played again. Both write `RESULTS`, which `python -m benchmarks.study table` reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from benchmarks.study import ALL, commit
+from experiential.config import Arm
+from experiential.evaluation.cell import cell_store
+from experiential.evaluation.intervals import RATE, Interval, clustered_mean
+from experiential.evaluation.visits import later
+from experiential.recipe import load_experiment
+from experiential.training.run_evaluation import evaluate_run, open_run
+from experiential.training.trainer import Trainer
+
+RESULTS = Path("benchmarks/results/baselines.json")
+PROMPTS = (
+    "Play. Answer with one action.",  # the shipped one
+    "Do what the note says.",  # in the pre-training corpus of the tiny model, fully skilled
+    "Act.",
+    "Answer with one action.",
+    "Choose one action.",
+    "Choose the best action.",
+    "Think, then act.",
+    "Open the vault.",
+    "Pull the right lever.",
+    "Follow the note.",
+    "Follow the notes above.",
+    "Use the note.",
+    "Use the advice.",
+    "Trust the advice and act on it.",
+    "Do what the advice says.",
+    "Do what the experience says.",
+    "The note is right. Do it.",
+    "Read the experience first, then act.",
+    "Look at what happened before. Act.",
+    "Repeat what worked before.",
+    "Repeat what worked, avoid what failed.",
+    "Avoid what failed before.",
+    "Learn from your earlier visits.",
+    "You were here before. Use what you learned.",
+    "You are a careful player who remembers.",
+    "Name the live lever.",  # in the corpus, for another task
+)
+"""Candidate system messages, written before any was tried."""
+MEMORIES: tuple[Arm, ...] = ("off", "history-1", "template", "on")
+"""Of the prompts: none, the last transcript, a fixed sentence, the untrained model's own lessons."""
+DEV = ("env.eval={split: dev, worlds: 24}", "eval.worlds=24", "eval.visits=3")
+EVAL = ("env.eval={split: eval, worlds: 40}", "eval.worlds=40", "eval.visits=4")
+UNTRAINED = ("run.steps=0", "eval.before=false", "eval.after=false")
+TRAINED = ("run.steps=48", "eval.before=false", "eval.after=false")
+EPISODES_PER_STEP = 64
+
+
+@dataclass(frozen=True)
+class Row:
+    """Name a baseline: an actor, trained or not, under some arms.
+
+    Attributes:
+        name: of the actor.
+        recipe: that it is trained with.
+        arms: played.
+        steps: of training; 0 leaves it untrained.
+        prompt: its system message is the one that was best on dev in the same arm.
+    """
+
+    name: str
+    recipe: str
+    arms: tuple[Arm, ...]
+    steps: int = 0
+    prompt: bool = False
+
+
+HISTORIES: tuple[Arm, ...] = ("history-1", "history-2", "history-3")
+ROWS = (
+    Row("random", "grpo", ("random",)),
+    Row(
+        "untrained",
+        "static-online",
+        ("off", *HISTORIES, "template", "on", "best-of-2", "best-of-4", "best-of-8"),
+    ),
+    Row("untrained, best prompt", "static-online", ("history-1", "template", "on"), prompt=True),
+    Row("grpo", "grpo", ("off", *HISTORIES, "template", "best-of-4"), steps=48),
+    Row("grpo, best prompt", "grpo", ("history-1", "template"), steps=48, prompt=True),
+    Row("history", "history", ("off", "on"), steps=48),
+    Row("template", "template", ("off", "on"), steps=48),
+)
+
+
+def play(
+    recipe: str, arms: Sequence[Arm], run: Path, overrides: Sequence[str], evaluation: Sequence[str]
+) -> dict[Arm, list[list[int]]]:
+    """Return the outcomes of each arm, shape (worlds, visits); train first where no run is kept.
+
+    Args:
+        recipe: of the run.
+        arms: to play.
+        run: folder of the run.
+        overrides: settings of the run.
+        evaluation: settings of the evaluation alone.
+    """
+    if not (run / "checkpoints").exists():
+        Trainer(load_experiment(recipe, overrides), run).run()
+    experiment = load_experiment(recipe, [*overrides, *evaluation])
+    with TemporaryDirectory() as scratch:
+        cells = evaluate_run(open_run(run, experiment), arms, cell_store(Path(scratch)))
+    return {cell.arm: cell.table().tolist() for cell in cells}
+
+
+def rate(tables: Sequence[Any]) -> Interval:
+    """Return success on later visits with its interval; a table of outcomes per seed."""
+    return clustered_mean(np.array([later(table) for table in tables]), bounds=RATE)
+
+
+def system(prompt: str) -> str:
+    """Return the setting that makes a prompt the system message."""
+    return f"actor.options.system={json.dumps(prompt)}"
+
+
+def try_prompts(report: dict[str, Any], runs: Path, only: int | None) -> None:
+    """Play every prompt that has no figures yet on the dev split, and keep all figures."""
+    tried: list[dict[str, Any]] = report.setdefault("prompts", [])
+    known = {one["prompt"] for one in tried}
+    for prompt in PROMPTS[:only]:
+        if prompt in known:
+            continue
+        settings = (*ALL, *UNTRAINED, "seed=0")
+        evaluation = (*DEV, system(prompt))
+        played = play("static-online", MEMORIES, runs / "untrained-0", settings, evaluation)
+        row: dict[str, Any] = {"prompt": prompt}
+        for arm, outcomes in played.items():
+            found = rate([outcomes])
+            row[arm] = [round(x, 3) for x in (found.mean, found.low, found.high)]
+        tried.append(row)
+        keep(report)
+        print(json.dumps(row), flush=True)
+
+
+def best_prompt(report: dict[str, Any], arm: Arm) -> str:
+    """Return the prompt with most success on dev in an arm; of equal ones the first tried."""
+    return max(report["prompts"], key=lambda row: row[arm][0])["prompt"]
+
+
+def run_rows(report: dict[str, Any], runs: Path, seeds: int, names: Sequence[str]) -> None:
+    """Play every baseline that has no figures yet on the eval split."""
+    rows: list[dict[str, Any]] = report.setdefault("rows", [])
+    for row in ROWS:
+        for seed in range(seeds if row.steps else 1):
+            for arm in row.arms:
+                key = (row.name, arm, seed)
+                if row.name not in names or key in {(r["name"], r["arm"], r["seed"]) for r in rows}:
+                    continue
+                prompt = best_prompt(report, arm) if row.prompt else None
+                trained = TRAINED if row.steps else UNTRAINED
+                folder = row.recipe if row.steps else f"untrained-{row.recipe}"
+                [outcomes] = play(
+                    row.recipe,
+                    [arm],
+                    runs / f"{folder}-{seed}",
+                    (*ALL, *trained, f"seed={seed}"),
+                    (*EVAL, *([system(prompt)] if prompt else [])),
+                ).values()
+                rows.append(
+                    {
+                        "name": row.name,
+                        "arm": arm,
+                        "seed": seed,
+                        "training_episodes": EPISODES_PER_STEP * row.steps,
+                        "prompt": prompt,
+                        "commit": commit(),
+                        "outcomes": ["".join(map(str, world)) for world in outcomes],
+                    }
+                )
+                keep(report)
+                print(row.name, arm, seed, f"{rate([outcomes]).mean:.3f}", flush=True)
+
+
+def keep(report: dict[str, Any]) -> None:
+    """Write the report."""
+    RESULTS.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    commands = parser.add_subparsers(dest="command", required=True)
+    tried = commands.add_parser("prompts", help="try every prompt on the dev split")
+    tried.add_argument("--only", type=int, help="the first so many prompts")
+    played = commands.add_parser("run", help="play every baseline on the eval split")
+    played.add_argument("--seeds", type=int, default=3, help="training seeds")
+    names = [row.name for row in ROWS]
+    played.add_argument("--names", nargs="+", choices=names, default=names)
+    for command in (tried, played):
+        command.add_argument("--runs", type=Path, default=Path("runs/baselines"))
+    options = parser.parse_args()
+    report = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
+    options.runs.mkdir(parents=True, exist_ok=True)
+    if options.command == "prompts":
+        try_prompts(report, options.runs, options.only)
+    else:
+        run_rows(report, options.runs, options.seeds, options.names)
+
+
+if __name__ == "__main__":
+    main()
