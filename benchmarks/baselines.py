@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.study import ALL, commit
+from benchmarks.study import ALL
 from experiential.config import Arm
 from experiential.evaluation.cell import cell_store
 from experiential.evaluation.intervals import RATE, Interval, clustered_mean
@@ -63,7 +63,7 @@ PROMPTS = (
 )
 """Candidate system messages, written before any was tried."""
 MEMORIES: tuple[Arm, ...] = ("off", "history-1", "template", "on")
-"""Of the prompts: none, the last transcript, a fixed sentence, the untrained model's own lessons."""
+"""Tried with each prompt: none, the last transcript, a sentence, the untrained model's lessons."""
 DEV = ("env.eval={split: dev, worlds: 24}", "eval.worlds=24", "eval.visits=3")
 EVAL = ("env.eval={split: eval, worlds: 40}", "eval.worlds=40", "eval.visits=4")
 UNTRAINED = ("run.steps=0", "eval.before=false", "eval.after=false")
@@ -186,7 +186,6 @@ def run_rows(report: dict[str, Any], runs: Path, seeds: int, names: Sequence[str
                         "seed": seed,
                         "training_episodes": EPISODES_PER_STEP * row.steps,
                         "prompt": prompt,
-                        "commit": commit(),
                         "outcomes": ["".join(map(str, world)) for world in outcomes],
                     }
                 )
