@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -47,12 +47,13 @@ from experiential.evaluation.card import (
     used_arm,
 )
 from experiential.evaluation.cell import Cell, cell_of, settings_digest
-from experiential.evaluation.intervals import Interval
+from experiential.evaluation.intervals import RATE, Interval, clustered_mean, unpaired_difference
 from experiential.evaluation.page import show_percent, show_points
 from experiential.evaluation.picture import Point, evaluation_curve, mean_curve
 from experiential.evaluation.results import ResultStore
+from experiential.evaluation.visits import later
 from experiential.recipe import load_experiment
-from experiential.rollout import make_env
+from experiential.rollout import make_env, world_facts
 from experiential.training.checkpoint import CheckpointStore
 from experiential.training.run_evaluation import only_evaluation
 from experiential.training.runtime import build_runtime
@@ -83,7 +84,7 @@ class Setup:
         curve: of the evaluations while training.
         final: of the evaluation at the end.
         recipes: compared in this environment.
-        chance: success of blind play; None has ``random_success`` measure it.
+        chance: success of blind play; None asks the environment, or measures it.
     """
 
     training: tuple[str, ...]
@@ -98,7 +99,6 @@ ENVIRONMENTS = {
         training=("run.steps=48",),
         curve=("eval.every=16", "eval.worlds=20", "eval.visits=3"),
         final=("eval.worlds=40", "eval.visits=4"),
-        chance=2 / 14,  # two different levers of fourteen
     ),
     "frozen-lake": Setup(
         training=(
@@ -132,6 +132,8 @@ DEMONSTRATIONS = {"evolver": 300}
 """Recipes with a cold start, and how many demonstrations each is given."""
 TARGETS = (0.5, 0.8)
 RESULTS = Path("benchmarks/results/study")
+BASELINES = Path("benchmarks/results/baselines.json")
+"""Of `benchmarks.baselines`, on the worlds, visits and seeds of ``vault``."""
 
 
 class StudyCell(Record):
@@ -470,8 +472,29 @@ def episodes_to_target(points: Sequence[Point], target: float) -> int | None:
     return next((point.episodes for point in points if point.success >= target), None)
 
 
-def rows(cells: Sequence[StudyCell]) -> list[dict[str, Any]]:
-    """Return a row for each environment and recipe."""
+def baselines(file: Path = BASELINES) -> dict[str, np.ndarray]:
+    """Return success on later visits of each baseline and arm, shape (seeds, worlds).
+
+    Without a file there are none.
+    """
+    kept = json.loads(file.read_text("utf-8"))["rows"] if file.exists() else []
+    found: dict[str, list[np.ndarray]] = {}
+    for row in kept:
+        table = [[int(digit) for digit in world] for world in row["outcomes"]]
+        name = row["name"] if row["name"] == row["arm"] else f"{row['name']}, {row['arm']}"
+        found.setdefault(name, []).append(later(table))
+    return {name: np.array(seeds) for name, seeds in found.items()}
+
+
+def rows(
+    cells: Sequence[StudyCell], known: Mapping[str, Mapping[str, np.ndarray]] | None = None
+) -> list[dict[str, Any]]:
+    """Return a row for each environment and recipe.
+
+    Args:
+        cells: finished cells.
+        known: the baselines of each environment, as `baselines` returns them.
+    """
     found: list[dict[str, Any]] = []
     for environment in dict.fromkeys(cell.environment for cell in cells):
         mine = [cell for cell in cells if cell.environment == environment]
@@ -479,18 +502,44 @@ def rows(cells: Sequence[StudyCell]) -> list[dict[str, Any]]:
         blind = chance(environment)
         for recipe in card.recipes:
             played = [cell for cell in mine if cell.recipe == recipe.recipe]
-            found.append(_row(card, recipe, played) | {"chance": round(blind, 4)})
+            row = _row(card, recipe, played) | {"chance": round(blind, 4)}
+            used = [arm for cell in played for arm in cell.arms if arm.arm == row["used_arm"]]
+            found.append(row | against(used, (known or {}).get(environment, {})))
     return found
+
+
+def against(cells: Sequence[Cell], known: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Return the columns that compare a recipe, as it is used, with the best baseline.
+
+    The best one is chosen on the very worlds on which it is compared, which favours it. Training
+    seeds are resampled apart, worlds together.
+    """
+    mine = np.array([cell.later() for cell in cells])
+    same = [name for name, table in known.items() if table.shape[1] == mine.shape[1]]
+    best = max(same, key=lambda name: known[name].mean(), default=None)
+    interval, difference = None, None
+    if best is not None:
+        interval = clustered_mean(known[best], bounds=RATE)
+        difference = unpaired_difference(mine, known[best])
+    return (
+        {"best_baseline": best}
+        | _columns("best_baseline_success", interval)
+        | _columns("minus_best_baseline", difference)
+    )
 
 
 @lru_cache
 def chance(environment: str) -> float:
     """Return the success of blind play on the evaluation worlds.
 
-    It is known, or measured with random moves.
+    It is written down here, stated by the environment, or else measured with random moves.
     """
     setup = ENVIRONMENTS[environment]
-    return random_success(environment) if setup.chance is None else setup.chance
+    if setup.chance is not None:
+        return setup.chance
+    settings = load_experiment("grpo", [*setup.training, *setup.final]).env
+    _, stated = world_facts(settings.id, settings.kwargs | settings.eval)
+    return random_success(environment) if stated is None else stated
 
 
 def random_success(environment: str, repeats: int = 100) -> float:
@@ -595,6 +644,7 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
             "on (with test-time writing)",
             "frozen minus off, points",
             f"as used minus {RECIPES[0]}, points",
+            "as used minus best baseline, points",
             *reach,
         ]
         body = [
@@ -608,6 +658,7 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
                 _rate(row, "on"),
                 _points(row, "frozen_minus_off"),
                 _points(row, f"minus_{RECIPES[0]}"),
+                _points(row, "minus_best_baseline"),
             ]
             + [
                 f"{_number(row[f'episodes_to_{t}'])} ({row[f'reached_{t}']} of {row['seeds']})"
@@ -634,6 +685,7 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
             f"## {environment}",
             "Success on later visits, and how fast it came:",
             _table(head, body),
+            *([f"Best baseline: {named}"] if (named := _best(mine[0])) else []),
         ]
         parts += [
             "What the bank was good for, in points, and what a success cost as the recipe is used:",
@@ -696,6 +748,13 @@ def _points(row: dict[str, Any], name: str) -> str:
     return "–" if (interval := _interval(row, name)) is None else show_points(interval)
 
 
+def _best(row: dict[str, Any]) -> str:
+    """Describe the best baseline of an environment; empty where none was played."""
+    if row["best_baseline"] is None:
+        return ""
+    return f"{row['best_baseline']}, {_rate(row, 'best_baseline_success')} ({BASELINES.name})."
+
+
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:,.1f}" if 0 < value < 10 else f"{value:,.0f}"
 
@@ -753,7 +812,7 @@ def _draw(
 def table(results: Path) -> None:
     """Write the rows as CSV and Markdown, and the picture."""
     cells = read_cells(results)
-    found = rows(cells)
+    found = rows(cells, {"vault": baselines()})
     with (results / "table.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(found[0]))
         writer.writeheader()

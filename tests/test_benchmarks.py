@@ -120,6 +120,29 @@ def test_the_study_pairs_recipes_with_grpo_and_arms_with_each_other(finished: Pa
     assert complementary["episodes_to_80"] is None
 
 
+def test_the_study_compares_with_the_best_baseline_on_as_many_worlds(
+    finished: Path, tmp_path: Path
+) -> None:
+    cells = study.read_cells(finished)
+    worlds = len(cells[0].arms[0].outcomes)
+    file = tmp_path / "baselines.json"
+    played = [
+        {"name": "random", "arm": "random", "outcomes": ["00"] * worlds},
+        {"name": "history", "arm": "on", "outcomes": ["01"] * worlds},  # the later visit is won
+        {"name": "history", "arm": "on", "outcomes": ["10"] * worlds},
+        {"name": "elsewhere", "arm": "on", "outcomes": ["11"]},  # one world
+    ]
+    file.write_text(json.dumps({"rows": played}))
+    grpo, complementary = study.rows(cells, {"vault": study.baselines(file)})
+    assert (grpo["best_baseline"], grpo["best_baseline_success"]) == ("history, on", 0.5)
+    assert grpo["minus_best_baseline"] == pytest.approx(-0.1)  # .4 without a bank
+    assert complementary["minus_best_baseline"] == pytest.approx(0.3)  # .8 with one
+    low, high = (complementary[f"minus_best_baseline_{end}"] for end in ("low", "high"))
+    assert low < 0.3 < high
+    assert study.baselines(tmp_path / "none.json") == {}
+    assert study.rows(cells)[0]["best_baseline"] is None
+
+
 def test_the_study_writes_tables_and_a_picture(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
