@@ -1,7 +1,7 @@
 """Play the baselines that a reviewer asks for first, on Vault and the worlds of the study.
 
-    python -m benchmarks.baselines prompts [--only N]   every prompt, untrained, on the dev split
-    python -m benchmarks.baselines run [--seeds 3]      all baselines, once, on the eval split
+    python -m benchmarks.baselines prompts            every prompt, untrained, on the dev split
+    python -m benchmarks.baselines run [--seeds 3]    all baselines, once, on the eval split
 
 `prompts` tries each sentence of `PROMPTS` as system message of the untrained tiny actor, with four
 memories, on split ``dev``, and keeps all figures. `run` then plays on the worlds, visits and seeds
@@ -14,8 +14,10 @@ played again. Both write `RESULTS`, which `python -m benchmarks.study table` rea
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,11 +26,15 @@ from typing import Any
 import numpy as np
 
 from benchmarks.study import ALL
+from experiential.bank.bank import ExperienceBank
+from experiential.bank.index.embed import resolve_embedder
 from experiential.config import Arm
 from experiential.evaluation.cell import cell_store
 from experiential.evaluation.intervals import RATE, Interval, clustered_mean
-from experiential.evaluation.visits import later
+from experiential.evaluation.visits import VisitEvaluator, later
+from experiential.llm.transformers import TransformersLLM
 from experiential.recipe import load_experiment
+from experiential.training.roles import Roles
 from experiential.training.run_evaluation import evaluate_run, open_run
 from experiential.training.trainer import Trainer
 
@@ -136,23 +142,31 @@ def system(prompt: str) -> str:
     return f"actor.options.system={json.dumps(prompt)}"
 
 
-def try_prompts(report: dict[str, Any], runs: Path, only: int | None) -> None:
+async def try_prompts(report: dict[str, Any]) -> None:
     """Play every prompt that has no figures yet on the dev split, and keep all figures."""
     tried: list[dict[str, Any]] = report.setdefault("prompts", [])
     known = {one["prompt"] for one in tried}
-    for prompt in PROMPTS[:only]:
-        if prompt in known:
-            continue
-        settings = (*ALL, *UNTRAINED, "seed=0")
-        evaluation = (*DEV, system(prompt))
-        played = play("static-online", MEMORIES, runs / "untrained-0", settings, evaluation)
-        row: dict[str, Any] = {"prompt": prompt}
-        for arm, outcomes in played.items():
-            found = rate([outcomes])
-            row[arm] = [round(x, 3) for x in (found.mean, found.low, found.high)]
-        tried.append(row)
-        keep(report)
-        print(json.dumps(row), flush=True)
+    embedder = resolve_embedder(None)
+    with closing(TransformersLLM("tiny")) as llm:
+        for prompt in PROMPTS:
+            if prompt in known:
+                continue
+            experiment = load_experiment("static-online", [*ALL, *DEV, system(prompt)])
+            roles = Roles(experiment, (llm, llm))  # type: ignore[arg-type]  (nothing is trained)
+            evaluator = VisitEvaluator(
+                experiment, lambda: roles.actor(experiment.eval.temperature), roles.extractor()
+            )
+            row: dict[str, Any] = {"prompt": prompt}
+            with TemporaryDirectory() as folder:
+                scratch = Path(folder)
+                with ExperienceBank(scratch / "bank", embedder=embedder) as bank:
+                    for arm in MEMORIES:
+                        visits = await evaluator.play(arm, 0, bank, scratch / arm)
+                        found = rate([visits.outcomes])
+                        row[arm] = [round(x, 3) for x in (found.mean, found.low, found.high)]
+            tried.append(row)
+            keep(report)
+            print(json.dumps(row), flush=True)
 
 
 def best_prompt(report: dict[str, Any], arm: Arm) -> str:
@@ -164,22 +178,21 @@ def run_rows(report: dict[str, Any], runs: Path, seeds: int, names: Sequence[str
     """Play every baseline that has no figures yet on the eval split."""
     rows: list[dict[str, Any]] = report.setdefault("rows", [])
     for row in ROWS:
-        for seed in range(seeds if row.steps else 1):
-            for arm in row.arms:
-                key = (row.name, arm, seed)
-                if row.name not in names or key in {(r["name"], r["arm"], r["seed"]) for r in rows}:
-                    continue
-                prompt = best_prompt(report, arm) if row.prompt else None
-                trained = TRAINED if row.steps else UNTRAINED
-                folder = row.recipe if row.steps else f"untrained-{row.recipe}"
-                [outcomes] = play(
+        for seed in range(seeds if row.steps else 1) if row.name in names else ():
+            done = {r["arm"] for r in rows if (r["name"], r["seed"]) == (row.name, seed)}
+            left = [arm for arm in row.arms if arm not in done]
+            prompts = {arm: best_prompt(report, arm) if row.prompt else None for arm in left}
+            trained = TRAINED if row.steps else UNTRAINED
+            folder = row.recipe if row.steps else f"untrained-{row.recipe}"
+            for prompt in dict.fromkeys(prompts.values()):
+                played = play(
                     row.recipe,
-                    [arm],
+                    [arm for arm in left if prompts[arm] == prompt],
                     runs / f"{folder}-{seed}",
                     (*ALL, *trained, f"seed={seed}"),
                     (*EVAL, *([system(prompt)] if prompt else [])),
-                ).values()
-                rows.append(
+                )
+                rows += [
                     {
                         "name": row.name,
                         "arm": arm,
@@ -188,9 +201,11 @@ def run_rows(report: dict[str, Any], runs: Path, seeds: int, names: Sequence[str
                         "prompt": prompt,
                         "outcomes": ["".join(map(str, world)) for world in outcomes],
                     }
-                )
+                    for arm, outcomes in played.items()
+                ]
                 keep(report)
-                print(row.name, arm, seed, f"{rate([outcomes]).mean:.3f}", flush=True)
+                for arm, outcomes in played.items():
+                    print(row.name, arm, seed, f"{rate([outcomes]).mean:.3f}", flush=True)
 
 
 def keep(report: dict[str, Any]) -> None:
@@ -202,20 +217,18 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     commands = parser.add_subparsers(dest="command", required=True)
-    tried = commands.add_parser("prompts", help="try every prompt on the dev split")
-    tried.add_argument("--only", type=int, help="the first so many prompts")
+    commands.add_parser("prompts", help="try every prompt on the dev split")
     played = commands.add_parser("run", help="play every baseline on the eval split")
     played.add_argument("--seeds", type=int, default=3, help="training seeds")
     names = [row.name for row in ROWS]
     played.add_argument("--names", nargs="+", choices=names, default=names)
-    for command in (tried, played):
-        command.add_argument("--runs", type=Path, default=Path("runs/baselines"))
+    played.add_argument("--runs", type=Path, default=Path("runs/baselines"))
     options = parser.parse_args()
     report = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
-    options.runs.mkdir(parents=True, exist_ok=True)
     if options.command == "prompts":
-        try_prompts(report, options.runs, options.only)
+        asyncio.run(try_prompts(report))
     else:
+        options.runs.mkdir(parents=True, exist_ok=True)
         run_rows(report, options.runs, options.seeds, options.names)
 
 
