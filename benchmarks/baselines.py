@@ -19,6 +19,7 @@ import json
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -154,7 +155,7 @@ async def try_prompts(report: dict[str, Any]) -> None:
             experiment = load_experiment("static-online", [*ALL, *DEV, system(prompt)])
             roles = Roles(experiment, (llm, llm))  # type: ignore[arg-type]  (nothing is trained)
             evaluator = VisitEvaluator(
-                experiment, lambda: roles.actor(experiment.eval.temperature), roles.extractor()
+                experiment, partial(roles.actor, experiment.eval.temperature), roles.extractor()
             )
             row: dict[str, Any] = {"prompt": prompt}
             with TemporaryDirectory() as folder:
