@@ -75,6 +75,7 @@ DEV = ("env.eval={split: dev, worlds: 24}", "eval.worlds=24", "eval.visits=3")
 EVAL = ("env.eval={split: eval, worlds: 40}", "eval.worlds=40", "eval.visits=4")
 UNTRAINED = ("run.steps=0", "eval.before=false", "eval.after=false")
 TRAINED = ("run.steps=48", "eval.before=false", "eval.after=false")
+RULE = "extractor.agent=benchmarks.vault_baselines:template"
 EPISODES_PER_STEP = 64
 
 
@@ -88,6 +89,8 @@ class Row:
         arms: played.
         steps: of training; 0 leaves it untrained.
         prompt: its system message is the one that was best on dev in the same arm.
+        rule: a regular expression for Vault's notes writes the entries of ``on``; its prompt is the
+            one that was best with the fixed sentence.
     """
 
     name: str
@@ -95,6 +98,7 @@ class Row:
     arms: tuple[Arm, ...]
     steps: int = 0
     prompt: bool = False
+    rule: bool = False
 
 
 HISTORIES: tuple[Arm, ...] = ("history-1", "history-2", "history-3")
@@ -106,6 +110,7 @@ ROWS = (
         ("off", *HISTORIES, "template", "on", "best-of-2", "best-of-4", "best-of-8"),
     ),
     Row("untrained, best prompt", "static-online", ("history-1", "template", "on"), prompt=True),
+    Row("untrained, best prompt, rule", "static-online", ("on",), prompt=True, rule=True),
     Row("grpo", "grpo", ("off", *HISTORIES, "template", "best-of-4"), steps=48),
     Row("grpo, best prompt", "grpo", ("history-1", "template"), steps=48, prompt=True),
     Row("history", "history", ("off", "on"), steps=48),
@@ -182,7 +187,10 @@ def run_rows(report: dict[str, Any], runs: Path, seeds: int, names: Sequence[str
         for seed in range(seeds if row.steps else 1) if row.name in names else ():
             done = {r["arm"] for r in rows if (r["name"], r["seed"]) == (row.name, seed)}
             left = [arm for arm in row.arms if arm not in done]
-            prompts = {arm: best_prompt(report, arm) if row.prompt else None for arm in left}
+            prompts = {
+                arm: best_prompt(report, "template" if row.rule else arm) if row.prompt else None
+                for arm in left
+            }
             trained = TRAINED if row.steps else UNTRAINED
             folder = row.recipe if row.steps else f"untrained-{row.recipe}"
             for prompt in dict.fromkeys(prompts.values()):
@@ -191,7 +199,7 @@ def run_rows(report: dict[str, Any], runs: Path, seeds: int, names: Sequence[str
                     [arm for arm in left if prompts[arm] == prompt],
                     runs / f"{folder}-{seed}",
                     (*ALL, *trained, f"seed={seed}"),
-                    (*EVAL, *([system(prompt)] if prompt else [])),
+                    (*EVAL, *([system(prompt)] if prompt else []), *([RULE] if row.rule else [])),
                 )
                 rows += [
                     {
