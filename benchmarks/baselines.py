@@ -2,6 +2,7 @@
 
     python -m benchmarks.baselines prompts            every prompt, untrained, on the dev split
     python -m benchmarks.baselines run [--seeds 3]    all baselines, once, on the eval split
+    python -m benchmarks.baselines table              all figures
 
 `prompts` tries each sentence of `PROMPTS` as system message of the untrained tiny actor, with four
 memories, on split ``dev``, and keeps all figures. `run` then plays on the worlds, visits and seeds
@@ -32,6 +33,7 @@ from experiential.bank.index.embed import resolve_embedder
 from experiential.config import Arm
 from experiential.evaluation.cell import cell_store
 from experiential.evaluation.intervals import RATE, Interval, clustered_mean
+from experiential.evaluation.page import show_percent
 from experiential.evaluation.visits import VisitEvaluator, later
 from experiential.llm.transformers import TransformersLLM
 from experiential.recipe import load_experiment
@@ -217,6 +219,23 @@ def run_rows(report: dict[str, Any], runs: Path, seeds: int, names: Sequence[str
                     print(row.name, arm, seed, f"{rate([outcomes]).mean:.3f}", flush=True)
 
 
+def markdown(report: dict[str, Any]) -> str:
+    """Lay out success on later visits: of each baseline on eval, then of each prompt on dev."""
+    rows = report["rows"]
+    lines = ["| Actor | arm | training episodes | seeds | later visits |", "|---" * 5 + "|"]
+    for name, arm in dict.fromkeys((row["name"], row["arm"]) for row in rows):
+        mine = [row for row in rows if (row["name"], row["arm"]) == (name, arm)]
+        tables = [[[int(digit) for digit in world] for world in row["outcomes"]] for row in mine]
+        named = f"{name} ({mine[0]['prompt']!r})" if mine[0]["prompt"] else name
+        cells = (f"{mine[0]['training_episodes']:,}", str(len(mine)), show_percent(rate(tables)))
+        lines.append(f"| {named} | `{arm}` | {' | '.join(cells)} |")
+    lines += ["", f"| System message, dev | {' | '.join(MEMORIES)} |", "|---" * 5 + "|"]
+    for row in report["prompts"]:
+        rates = (f"{100 * row[arm][0]:.0f} %" for arm in MEMORIES)
+        lines.append(f"| {row['prompt']} | {' | '.join(rates)} |")
+    return "\n".join(lines)
+
+
 def keep(report: dict[str, Any]) -> None:
     """Write the report."""
     RESULTS.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -226,6 +245,7 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("table", help="print all figures")
     commands.add_parser("prompts", help="try every prompt on the dev split")
     played = commands.add_parser("run", help="play every baseline on the eval split")
     played.add_argument("--seeds", type=int, default=3, help="training seeds")
@@ -234,7 +254,9 @@ def main() -> None:
     played.add_argument("--runs", type=Path, default=Path("runs/baselines"))
     options = parser.parse_args()
     report = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
-    if options.command == "prompts":
+    if options.command == "table":
+        print(markdown(report))
+    elif options.command == "prompts":
         asyncio.run(try_prompts(report))
     else:
         options.runs.mkdir(parents=True, exist_ok=True)

@@ -10,12 +10,23 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from benchmarks import accelerator, adaptation, bank, extractor_uplift, headroom, overhead, study
+from benchmarks import (
+    accelerator,
+    adaptation,
+    bank,
+    baselines,
+    extractor_uplift,
+    headroom,
+    overhead,
+    study,
+)
 from benchmarks.orderings import findings
 from experiential.bank.bank import ExperienceBank
+from experiential.config import Arm
 from experiential.errors import ConfigError
 from experiential.evaluation.cell import Cell
 from experiential.evaluation.picture import Point
+from experiential.recipe import load_experiment
 from experiential.types import Add, Distillation, ParsedOperations, Trajectory
 
 
@@ -435,3 +446,32 @@ async def test_the_accelerator_table_counts_operations_and_measures_both_phases(
     for phase in ("rollout", "update"):
         assert found[phase]["tokens_per_s"] > 0 and 0 < found[phase]["share_of_ceiling"] < 1
     assert found["parameters"] > 1e6 and found["memory_gb"] > 0
+
+
+def test_the_prompts_of_the_baselines_are_many_and_set_word_for_word() -> None:
+    assert len(set(baselines.PROMPTS)) == len(baselines.PROMPTS) >= 20
+    for prompt in baselines.PROMPTS:
+        chosen = load_experiment("grpo", [baselines.system(prompt)])
+        assert chosen.actor.options.system == prompt
+
+
+def test_the_best_prompt_of_a_memory_is_chosen_and_every_figure_is_shown() -> None:
+    tried = [
+        {"prompt": "a", "off": [0.1], "history-1": [0.2], "template": [0.5], "on": [0.3]},
+        {"prompt": "b", "off": [0.2], "history-1": [0.4], "template": [0.5], "on": [0.1]},
+    ]
+    row = {"name": "grpo", "arm": "history-1", "training_episodes": 3072, "prompt": None}
+    played = [row | {"outcomes": ["011", "000"]}, row | {"outcomes": ["010", "100"]}]
+    report: dict[str, Any] = {"prompts": tried, "rows": played}
+    arms: tuple[Arm, ...] = ("history-1", "template", "on")
+    assert [baselines.best_prompt(report, arm) for arm in arms] == ["b", "a", "a"]
+    text = baselines.markdown(report)
+    assert "| grpo | `history-1` | 3,072 | 2 | 38 % [" in text  # (1 + 0 + .5 + 0) / 4
+    assert "| b | 20 % | 40 % | 50 % | 10 % |" in text
+
+
+@pytest.mark.parametrize("row", baselines.ROWS, ids=lambda row: row.name)
+def test_the_settings_of_every_baseline_load(row: baselines.Row) -> None:
+    trained = baselines.TRAINED if row.steps else baselines.UNTRAINED
+    chosen = load_experiment(row.recipe, [*baselines.ALL, *trained, *baselines.EVAL])
+    assert chosen.run.steps == row.steps and (chosen.eval.worlds, chosen.eval.visits) == (40, 4)
