@@ -29,6 +29,7 @@ from experiential.errors import (
     BudgetError as BudgetError,
     CheckpointError as CheckpointError,
     ConfigError as ConfigError,
+    ContextError as ContextError,
     EnvError as EnvError,
     ExperientialError as ExperientialError,
     MissingExtraError as MissingExtraError,

@@ -9,6 +9,7 @@ ExperientialError
 │   └── ReadOnlyBankError  a write on a bank opened read-only
 ├── BackendError         a language-model backend failed
 │   ├── NoAnswerError    the reply holds no answer: refused, filtered, empty, nothing but reasoning
+│   ├── ContextError     the prompt does not fit into the model's context
 │   └── BudgetError      the account's quota, or the budget of the caller, is spent
 ├── EnvError             an environment failed where it runs: it raised, hung, or its process died
 └── CheckpointError      a checkpoint cannot be read or written       (exit code 2)
@@ -85,6 +86,10 @@ class NoAnswerError(BackendError):
     def __init__(self, message: str, usage: Usage | None = None) -> None:
         super().__init__(message)
         self.usage = usage
+
+
+class ContextError(BackendError):
+    """Report a prompt that does not fit into the model's context; asking again changes nothing."""
 
 
 class BudgetError(BackendError):

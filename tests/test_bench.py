@@ -33,10 +33,18 @@ class Lake(Server):
         super().__init__()
         self.served = 10**9
         self.delay, self.text, self.cost = 0.0, "I go. <action>Down</action>", 0.01
+        self.longest = 10**9
 
     def reply_to(self, body: dict[str, Any]) -> tuple[int, Any, dict[str, str], float]:
         if body["max_tokens"] == 1:  # the question whether there is a server
             return 200, completion("Yes"), {}, 0.0
+        if len(body["messages"]) > self.longest:
+            return (
+                400,
+                {"error": {"code": "context_length_exceeded", "message": "Too long."}},
+                {},
+                0,
+            )
         self.served -= 1
         if self.served < 0:
             return 503, {"error": "down"}, {}, 0.0
@@ -172,6 +180,18 @@ def test_a_refusal_is_a_result_and_is_not_asked_for_again(
     assert run_app(app, arguments) == 1 and len(server.requests) == asked
 
 
+def test_a_conversation_too_long_for_the_model_is_a_result_and_is_not_asked_for_again(
+    server: Lake, tmp_path: Path, capsys: Any
+) -> None:
+    server.longest = 4  # messages: a system message, an observation, a reply, an observation
+    arguments = command(server, tmp_path, "--episodes", "3", "--slots", "1")
+    assert run_app(app, arguments) == 1  # every episode has failed
+    assert "Expected a prompt that fits the context" in capsys.readouterr().out
+    assert [(one.turns, one.again) for one in logged(tmp_path)] == [(2, False)] * 3
+    asked = len(server.requests)
+    assert run_app(app, arguments) == 1 and len(server.requests) == asked
+
+
 def test_each_model_has_its_file_and_the_address_may_change(
     server: Lake, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
@@ -264,6 +284,9 @@ def test_all_arms_read_the_bank_as_it_was_while_one_lets_it_grow(
         (("--agent", "random", "--results", "/dev/null/r.json"), "Expected to write a log"),
         (("--agent", "random", "--results", "r" * 300), "File name too long"),
         (("--agent", "random", "--seed", "-1"), "greater than or equal to 0"),
+        (("--agent", "random", "--model", "m"), "no --model with --agent random, which asks no mo"),
+        (("--agent", "random", "--constrain"), "Expected no --constrain with --agent random"),
+        (("--agent", "oracle", "--max-cost", "3"), "Expected no --max-cost with --agent oracle"),
         (("--temperature", "-1"), "greater than or equal to 0"),
         (("--model", "tiny", "--max-cost", "3"), "Expected a server (--base-url) with --max-cost"),
         (("--base-url", "http://127.0.0.1:9", "--extra-body", "["), "--extra-body to be JSON"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from experiential.errors import BackendError, BudgetError, NoAnswerError
+from experiential.errors import BackendError, BudgetError, ContextError, NoAnswerError
 from experiential.llm.base import SamplingParams
 from experiential.llm.openai import OpenAILLM
 from experiential.types import FinishReason, Usage
@@ -402,8 +402,14 @@ FAULTS = [
                 ),
             )
         ],
-        error=BackendError,
+        error=ContextError,
         words="maximum context length",
+    ),
+    Fault(
+        "context of llama.cpp exceeded",
+        [(400, {"error": {"type": "exceed_context_size_error", "message": "9 tokens"}})],
+        error=ContextError,
+        words="fits the context",
     ),
     # replies without an answer
     Fault("empty text", [(200, reply(""))], error=NoAnswerError, words="an empty text"),

@@ -36,6 +36,7 @@ from experiential.evaluation.stream import StreamKey, StreamPlan, replay, trajec
 from experiential.evaluation.stream_report import curve, paired_rates, report
 from experiential.evaluation.suites import find_suite
 from experiential.types import Distillation, Experience, Trajectory, Turn
+from tests.chat_server import Server, completion
 from tests.stream_worlds import ERAS, VAULTS, WORLDS
 
 ROOT = Path(__file__).parent.parent
@@ -210,6 +211,27 @@ def test_options_of_a_server_are_those_of_bench_run(
     assert "Expected --extra-body to be JSON" in capsys.readouterr().err
     assert run_app(app, [*hosted, "--retries", "0", "--concurrency", "1", "--timeout", "1"]) != 0
     assert "127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_a_conversation_too_long_for_the_model_is_a_result_and_the_stream_goes_on(
+    tmp_path: Path,
+) -> None:
+    server, log = Server(), tmp_path / "a.jsonl"
+    server.replies = [
+        (200, completion("Yes"), {}, 0.0),  # the question whether there is a server
+        (400, {"error": "This model's maximum context length is 4096 tokens."}, {}, 0.0),
+        (200, completion(""), {}, 0.0),
+        (200, completion("I look."), {}, 0.0),
+    ]
+    asked = [*VAULT, "--agent", "llm", "--arms", "none", "--episodes", "3", "--slots", "1"]
+    hosted = ["--base-url", server.url, "--model", "m", "--results", str(log)]
+    try:
+        assert run_app(app, [*asked, *hosted]) == 0
+    finally:
+        server.close()
+    rows = [one for one in read_log(log) if isinstance(one, PlayedEpisode)]
+    assert [one.error is None for one in rows] == [False, False, True]
+    assert "fits the context" in str(rows[0].error) and "an empty text" in str(rows[1].error)
 
 
 class Counting(FunctionExtractor):

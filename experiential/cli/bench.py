@@ -89,6 +89,12 @@ _OF_AGENT = (
     "backend backend_option dtype temperature max_tokens constrain history instruction replies"
     " extra_body"
 ).split()
+_OF_ACTOR = "temperature max_tokens history instruction constrain".split()
+_OF_MODEL = (
+    "backend backend_option model base_url api_key_env timeout retries concurrency price max_cost"
+    " extra_body replies dtype device"
+).split()
+"""Options of an agent with a model, and of any model; refused where there is none."""
 _OF_RUN = "agent visits seed search_and_ask bank namespace embedder".split()
 """Options that decide what is played; the former only where a language model is asked."""
 _OF_SERVER = {
@@ -202,7 +208,11 @@ def run(
     price: Price = None,
     max_cost: Annotated[
         float | None,
-        Option(min=0, help="Dollars, those of earlier runs of this command included."),
+        Option(
+            min=0,
+            help="Dollars, those of earlier runs of this command included. Requests in flight when"
+            " it is reached are still paid for.",
+        ),
     ] = None,
     extra_body: ExtraBody = None,
     replies: Replies = None,
@@ -226,6 +236,7 @@ def run(
     from experiential.evaluation.suite_play import Plan, plan_cells, results_of
 
     options = dict(context.params)
+    refuse_unused(context, actor=agent == "llm", model=agent == "llm" or learn)
     chosen = chosen_suite(options)
     wanted = arms_of(options)
     facts = chosen.ready()
@@ -266,6 +277,18 @@ def run(
         sys.stderr.write(GOES_ON)  # `exit_code` says that it was interrupted
         return code
     return int(any(task["failed"] == task["episodes"] for task in done.report["tasks"]))
+
+
+def refuse_unused(context: typer.Context, *, actor: bool, model: bool) -> None:
+    """Refuse options of a model on the command line where no model plays (actor) or is asked."""
+    for name in (*([] if actor else _OF_ACTOR), *([] if model else _OF_MODEL)):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option, agent = name.replace("_", "-"), context.params["agent"]
+            raise ConfigError(
+                f"Expected no --{option} with --agent {agent}, which asks no model; leave it out,"
+                " or choose --agent llm"
+            )
 
 
 def chosen_suite(options: dict[str, Any]) -> Suite:

@@ -34,6 +34,7 @@ from experiential.cli.bench import (
     interval_text,
     model_of,
     opened_model,
+    refuse_unused,
     settings_of,
     source_of,
     title_of,
@@ -148,7 +149,11 @@ def stream(
     price: Price = None,
     max_cost: Annotated[
         float | None,
-        Option(min=0, help="Dollars for the agent, those of earlier runs of this log included."),
+        Option(
+            min=0,
+            help="Dollars for the agent, those of earlier runs of this log included. Requests in"
+            " flight when it is reached are still paid for.",
+        ),
     ] = None,
     extra_body: ExtraBody = None,
     replies: Replies = None,
@@ -173,6 +178,7 @@ def stream(
     from experiential.evaluation.stream_report import report
 
     options = dict(context.params)
+    refuse_unused(context, actor=agent == "llm", model=agent == "llm")
     chosen = chosen_suite(options)
     facts = chosen.ready()
     plan = plan_of(chosen, options)

@@ -81,7 +81,7 @@ class PlayedEpisode(Record):
     """The reason of a failure."""
     again: bool = False
     """Whether the failure is technical, so that the next run plays the episode again. A model that
-    refuses, or does not answer, has failed by itself."""
+    refuses, does not answer or runs out of context has failed by itself."""
     stopped: bool = False
     """Whether the run ended before the episode, which then counts for nothing but ``spent``."""
     spent: Spent = Spent()

@@ -29,7 +29,7 @@ from experiential.errors import BackendError
 from experiential.evaluation.memories import FROZEN, NONE, MakeMemory, Memory, Setup
 from experiential.evaluation.play_log import PlayedEpisode, PlayLog, Retrieved, read_log
 from experiential.evaluation.players import Notes, Recorded, Seat, Watched
-from experiential.evaluation.suite_play import MakeActor, Plan, played_episode
+from experiential.evaluation.suite_play import OF_THE_MODEL, MakeActor, Plan, played_episode
 from experiential.evaluation.suites import SuiteTask
 from experiential.llm.metered import Meter
 from experiential.rollout import Job, Rollout, make_env, world_count
@@ -209,7 +209,7 @@ async def play_stream(
                 rollout.critic = recall
                 for position, step in stage:
                     before = learning.spent()
-                    trajectory = await play_episode(rollout, step.job)
+                    trajectory = await play_episode(rollout, step.job, notes)
                     noted = notes.pop(step.job.task.seed)
                     episode = logged(key, position, step, trajectory, noted, recall)
                     note = episode.note | await taken_in(memory, step, episode)
@@ -317,17 +317,20 @@ def opened(
     )
 
 
-async def play_episode(rollout: Rollout, job: Job) -> Trajectory:
+async def play_episode(rollout: Rollout, job: Job, notes: dict[int | None, Notes]) -> Trajectory:
     """Play one episode, up to `TRIES` times where its environment fails.
 
+    What the model itself fails, `OF_THE_MODEL`, is a result.
+
     Raises:
-        BackendError: the agent or its model failed.
+        BackendError: the agent or its model failed otherwise.
     """
     trajectory = (await rollout.play([job]))[0].trajectory
     for _ in range(TRIES - 1):
         if trajectory.error is None or trajectory.error.startswith("backend:"):
             break
         trajectory = (await rollout.play([job]))[0].trajectory
-    if trajectory.error is not None and trajectory.error.startswith("backend:"):
-        raise BackendError(trajectory.error.removeprefix("backend: "))
+    by_agent = trajectory.error is not None and trajectory.error.startswith("backend:")
+    if by_agent and not isinstance(notes[job.task.seed].error, OF_THE_MODEL):
+        raise BackendError(str(trajectory.error).removeprefix("backend: "))
     return trajectory

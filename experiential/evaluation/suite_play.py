@@ -20,6 +20,7 @@ from experiential.errors import (
     BackendError,
     BankError,
     ConfigError,
+    ContextError,
     ExperientialError,
     NoAnswerError,
 )
@@ -42,6 +43,8 @@ from experiential.types import Condition, Record, Trajectory
 
 MakeActor = Callable[[], ActorAgent | Player]
 """Builds the agent of a slot."""
+OF_THE_MODEL = (NoAnswerError, ContextError)
+"""Errors by which a model has failed an episode itself: that is a result, and not played again."""
 OUTAGES = 3
 """Episodes in a row that an outage of the server may fail before the run stops; or one per slot."""
 
@@ -313,7 +316,7 @@ class Recorder:
 
     def _record(self, job: Job, trajectory: Trajectory, noted: Notes) -> PlayedEpisode:
         failed = trajectory.error is not None
-        again = failed and not isinstance(noted.error, NoAnswerError)
+        again = failed and not isinstance(noted.error, OF_THE_MODEL)
         one = played_episode(self._cell.task, self._cell.arm, job, trajectory, noted)
         return one.model_copy(update={"again": again})
 
@@ -339,7 +342,7 @@ def played_episode(
         task_id=trajectory.task_id,
         success=bool(trajectory.success),
         reward=task.failure if failed else trajectory.reward,
-        turns=len(trajectory.turns),
+        turns=len(noted.turns if failed else trajectory.turns),
         prompt_tokens=noted.spent.prompt_tokens,
         response_tokens=noted.spent.generated_tokens,
         seconds=noted.seconds,

@@ -102,7 +102,8 @@ class Suite:
             if named.startswith("$") and not Path(os.path.expandvars(named)).exists():
                 variable, _, place = named[1:].partition("/")
                 source = "experiential bench suites names its source"
-                data = [f"export {variable}=FOLDER (with {place} in it; {source})"]
+                inside = f"with {place} in it; " if place else ""
+                data = [f"export {variable}=FOLDER ({inside}{source})"]
             needed[task.id] = list(dict.fromkeys([*entry.missing(), *data]))
         return {name: steps for name, steps in needed.items() if steps}
 
@@ -123,7 +124,7 @@ class Suite:
     def with_split(self, split: str) -> Suite:
         """Return the suite with all tasks on another split."""
         tasks = (replace(task, split=split, worlds=None) for task in self.tasks)
-        return replace(self, tasks=tuple(tasks))
+        return replace(self, tasks=tuple(tasks), source=f"{self.source}; here SPLIT {split}")
 
     def ready(self) -> tuple[TaskFacts, ...]:
         """Return what would be played; nothing is played before all of it is there.
@@ -277,7 +278,8 @@ _BFCL = tuple(
             SuiteTask(
                 api,
                 "experiential/BFCL-v0",
-                {"category": category, "api": api},
+                {"category": category, "api": api}
+                | ({"data": "$BFCL_DATA"} if category == "ours" else {}),
                 turns=200,  # BFCL's own limit is 20 replies with calls in each of the user's turns
                 split="all",
                 worlds=50,

@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from experiential.errors import BackendError, BudgetError
+from experiential.errors import BackendError, BudgetError, ContextError
 from experiential.types import Usage, whole
 
 NEUTRAL = frozenset(
@@ -31,6 +31,11 @@ SHOWN = 200
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, *range(520, 531)})  # 52x: proxies
 _LASTING = frozenset({401, 403, 404})
 _SPENT = re.compile(r"insufficient_quota|billing_hard_limit|credit balance|insufficient credits")
+_TOO_LONG = re.compile(
+    r"context_length_exceeded|exceed_context_size|(maximum|available|model'?s) context"
+    r"|context limit|maximum model length|(prompt|input) is too long|maximum number of tokens"
+)
+"""Words of OpenAI, vLLM, SGLang, llama.cpp, Anthropic and Gemini for a prompt that does not fit."""
 _MAX_BACKOFF = 30.0
 
 Send = Callable[[httpx.AsyncClient, dict[str, Any]], Awaitable[httpx.Response]]
@@ -158,6 +163,10 @@ class HostedClient:
                         )
                     if amend is not None and amend(response, body):
                         continue
+                    if status in (400, 413, 422, 500) and _TOO_LONG.search(said.lower()):
+                        raise ContextError(
+                            f"Expected a prompt that fits the context at {self.url}, {refused}"
+                        )
                     if last or status not in _RETRIED:
                         outage = "passing" if status in _RETRIED else None
                         raise BackendError(

@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from experiential.config import ModelSettings
-from experiential.errors import BackendError, require
+from experiential.errors import BackendError, ContextError, require
 from experiential.llm.base import LLM, SamplingParams
 from experiential.llm.executor import DeviceExecutor
 from experiential.llm.request import (
@@ -144,7 +144,7 @@ class TransformersLLM(LLM):
         limit, needed = sampling.max_tokens, 1 if trie is None else trie.longest
         if self._context is not None:
             if len(ids) + needed > self._context:
-                raise BackendError(
+                raise ContextError(
                     f"Expected prompt and response to fit the context of {self._context} tokens,"
                     f" got a prompt of {len(ids)} tokens and at least {needed} to generate; shorten"
                     " the prompt"

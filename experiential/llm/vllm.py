@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
 
-from experiential.errors import BackendError, require
+from experiential.errors import BackendError, ContextError, require
 from experiential.llm.base import LLM, SamplingParams, cut_after_stop
 from experiential.llm.executor import DeviceExecutor
 from experiential.llm.models import load_tokenizer, resolve_device, resolve_model
@@ -197,7 +197,7 @@ class VLLM(LLM):
         trie = None if listed is None else self._tries(listed)
         needed = 1 if trie is None else trie.longest
         if not ids or len(ids) + needed > self._context:
-            raise BackendError(
+            raise (ContextError if ids else BackendError)(
                 f"Expected a prompt of at least one token that fits the context of {self._context}"
                 f" tokens with its response, got one of {len(ids)} tokens and at least {needed} to"
                 " generate; shorten the prompt"

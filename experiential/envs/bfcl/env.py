@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Iterable
 from contextlib import suppress
 from copy import deepcopy
@@ -71,7 +72,7 @@ class BFCLEnv(TextEnv):
         one_of("category", category, CATEGORIES)
         one_of("api", api, (None, *APIS))
         positive(steps=steps)
-        self._data = data
+        self._data = data = data and os.path.expandvars(data)
         self.dialogues: tuple[Dialogue, ...] = tuple(
             one
             for one in source(data).dialogues(category)
