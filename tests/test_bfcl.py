@@ -285,6 +285,14 @@ def test_the_digest_is_of_the_dialogues() -> None:
 
 
 @needs_bfcl
+def test_what_is_no_text_ends_the_turn_as_an_empty_answer_does_and_is_invalid() -> None:
+    env = BFCLEnv("all", api="gorilla_fs")
+    not_text: Any = None
+    empty, invalid = play(env, 0, ""), play(env, 0, not_text)
+    assert empty[:4] == invalid[:4] and not empty[4]["invalid"] and invalid[4]["invalid"]
+
+
+@needs_bfcl
 def test_too_many_replies_with_calls_in_one_turn_truncate() -> None:
     env = BFCLEnv("all", api="gorilla_fs", steps=2)
     steps = [play(env, 0, *["[pwd()]"] * count) for count in (2, 3)]

@@ -227,6 +227,8 @@ class TextEnv(gym.Env[str, str], ABC):
         self._over = True
         given: Any = action  # an agent may hand over anything
         step = self._turn(given if isinstance(given, str) else "")
+        if not isinstance(given, str):
+            step[4]["invalid"] = True
         self._observation, self._over = step[0], step[2] or step[3]
         return step
 
