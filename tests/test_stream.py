@@ -393,5 +393,29 @@ def test_a_dry_run_counts_the_episodes_and_plays_none(
     arguments = [*eras, "--arms", "none,bank", "--dry-run", "--results", str(results)]
     assert run_app(app, arguments) == 0
     # none: 3 tasks; bank: 2 orders of 3 sources, each in 3 tasks; 8 worlds
-    assert f"9 streams, {(3 + 2 * 3 * 3) * WORLDS} episodes" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"9 streams, {(3 + 2 * 3 * 3) * WORLDS} episodes" in shown and "no model" in shown
     assert not results.exists()
+
+
+def test_a_dry_run_bounds_requests_tokens_and_cost_of_each_arm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server, figures = Server(), dict[str, list[float]]()
+    small = [*VAULT, "--agent", "llm", "--model", "m", "--base-url", server.url, "--orders", "1"]
+    more = ["--max-tokens", "100", "--price", "1", "2", "--dry-run"]
+    for arm in ("none", "bm25", "bank"):
+        results = ["--results", str(tmp_path / "a.jsonl")]
+        assert run_app(app, [*small, "--arms", arm, *more, *results]) == 0
+        _, asked, tokens, cost = capsys.readouterr().out.splitlines()
+        found = [word.replace(",", "") for word in f"{asked} {tokens} {cost}".split()]
+        figures[arm] = [float(word.strip("$")) for word in found if word.strip("$")[0].isdigit()]
+    server.close()
+    assert not server.requests and not [*tmp_path.iterdir()]
+    turns = VAULTS.tasks[0].turns
+    calls, read, written, dollars = figures["none"]
+    assert (calls, written) == (WORLDS * turns, WORLDS * turns * 100)
+    assert abs(dollars - (read + 2 * written) / 1e6) <= 0.005
+    # three past episodes of 4,000 characters each in every prompt; an episode distilled each
+    assert figures["bm25"][1] == read + WORLDS * turns * 4_000
+    assert figures["bank"][0] == calls + WORLDS and figures["bank"][2] == written + WORLDS * 512

@@ -10,12 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from experiential.config import Experiment
 
 if TYPE_CHECKING:
+    from experiential.evaluation.stream import StreamPlan
     from experiential.evaluation.suite_play import Plan, PlannedCell
     from experiential.training.openrlhf.placement import Placement
 
+Bound = npt.NDArray[np.int64]
+"""The most requests, tokens read and tokens written, shape (3,)."""
 KNOWN_PARAMETERS = {"tiny": 4e6, "smollm2": 135e6}
 """Parameters of the models that need no folder, rounded."""
 
@@ -125,8 +131,7 @@ def describe_suite(
     lines = list(read_log(log_file, settings, remedy)) if goes_on else []
     logged = {one.key: one for one in lines if isinstance(one, PlayedEpisode) and not one.stopped}
     finished = {key for key, one in logged.items() if not one.again}
-    read = written = calls = episodes = 0
-    sizes: dict[str, int] = {}
+    most, episodes, sizes = np.zeros(3, dtype=np.int64), 0, dict[str, int]()
     for cell in cells:
         missing = sum(cell.key(job) not in finished for job in cell.jobs)
         done = f", {len(cell.jobs) - missing:,} are finished" if missing < len(cell.jobs) else ""
@@ -136,34 +141,82 @@ def describe_suite(
             continue
         name = cell.task.name
         sizes[name] = size = sizes.get(name) or observation_tokens(cell, plan)
-        turn = size + options["max_tokens"]
         if options["agent"] == "llm":
-            turns, history = cell.task.turns, options["history"]
-            shown = sum(t if history is None else min(t, history) for t in range(turns))
             episodes += missing
-            calls += missing * turns
-            read += missing * (turns * (SYSTEM + size) + shown * turn)
-            written += missing * turns * options["max_tokens"]
-        if cell.arm == "on":  # and the extractor reads each episode once
-            calls += missing
-            read += missing * (SYSTEM + cell.task.turns * turn)
-            written += missing * 512
-    if not calls:
-        yield "no model is asked"
-        return
-    yield f"requests to the model: at most {calls:,}"
-    yield f"tokens: at most about {read:,} read and {written:,} written"
-    if options["price"] is not None:
-        price_in, price_out = options["price"]
-        yield f"cost: at most about ${(read * price_in + written * price_out) / 1e6:,.2f}"
-    else:
-        yield "cost: unknown; pass --price IN OUT"
+            most += missing * episode_bound(cell.task.turns, size, options)
+        if cell.arm == "on":
+            most += missing * distilling_bound(cell.task.turns, size, options)
+    yield from describe_bound(most, options["price"])
     if measured := [one.spent for one in logged.values() if one.spent.tokens and not one.again]:
         mean = sum(one.tokens for one in measured) / len(measured)
         dollars = [one.cost for one in measured if one.cost is not None]
         cost = f", ${episodes * sum(dollars) / len(dollars):,.2f}" if dollars else ""
         tokens = f"about {episodes * mean:,.0f} tokens{cost}"
         yield f"by the {len(measured):,} episodes in the log: {tokens}"
+
+
+def describe_streams(plan: StreamPlan, options: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of `bench stream --dry-run`, with the bounds of `describe_suite`.
+
+    What a log holds already is not subtracted. Advice that holds past episodes counts at its
+    greatest length.
+    """
+    from experiential.evaluation.memories import EXAMPLE_LIMIT, FROZEN
+    from experiential.evaluation.suite_play import Plan, PlannedCell
+
+    streams = {key: plan.steps(key) for key in plan.streams()}
+    total, turns = sum(map(len, streams.values())), max(task.turns for task in plan.tasks)
+    line = f"{len(streams)} streams, {total:,} episodes of at most {turns} steps"
+    yield f"{line}: at most {total * turns:,} replies of the agent"
+    if options["agent"] != "llm":
+        yield "no model is asked"
+        return
+    most, sizes, suite_plan = np.zeros(3, dtype=np.int64), dict[str, int](), Plan(seed=plan.seed)
+    for key, steps in streams.items():
+        examples = key.arm in ("trajectory", "bm25")
+        advice = options["k"] * EXAMPLE_LIMIT // LETTERS if examples else 0
+        for task, job, learns in steps:
+            cell = PlannedCell(task, "off", (job,))
+            size = sizes.get(task.name) or observation_tokens(cell, suite_plan)
+            sizes[task.name] = size
+            most += episode_bound(task.turns, size, options, advice)
+            if learns and (key.arm == FROZEN or key.arm.startswith("bank")):
+                most += distilling_bound(task.turns, size, options)
+    yield from describe_bound(most, options["price"])
+
+
+def episode_bound(turns: int, size: int, options: dict[str, Any], advice: int = 0) -> Bound:
+    """Return the most that an episode takes: requests, tokens read and tokens written, shape (3,).
+
+    Args:
+        turns: at most.
+        size: tokens of an observation.
+        options: of the command line, with ``max_tokens`` and ``history``.
+        advice: tokens in the system message beside the usual ones.
+    """
+    history, written = options["history"], options["max_tokens"]
+    shown = sum(turn if history is None else min(turn, history) for turn in range(turns))
+    read = turns * (SYSTEM + advice + size) + shown * (size + written)
+    return np.array([turns, read, turns * written])
+
+
+def distilling_bound(turns: int, size: int, options: dict[str, Any]) -> Bound:
+    """Return the most that distilling an episode takes, as `episode_bound`: it is read once."""
+    return np.array([1, SYSTEM + turns * (size + options["max_tokens"]), 512])
+
+
+def describe_bound(most: Bound, price: tuple[float, float] | None) -> Iterator[str]:
+    """Yield lines on requests, tokens read and tokens written, shape (3,), and their cost."""
+    calls, read, written = most.tolist()
+    if not calls:
+        yield "no model is asked"
+        return
+    yield f"requests to the model: at most {calls:,}"
+    yield f"tokens: at most about {read:,} read and {written:,} written"
+    if price is None:
+        yield "cost: unknown; pass --price IN OUT"
+    else:
+        yield f"cost: at most about ${(read * price[0] + written * price[1]) / 1e6:,.2f}"
 
 
 def observation_tokens(cell: PlannedCell, plan: Plan) -> int:

@@ -133,7 +133,7 @@ def stream(
     ] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Play everything again.")] = False,
     dry_run: Annotated[
-        bool, Option("--dry-run", help="Print how many episodes would be played, and end.")
+        bool, Option("--dry-run", help="Show what would be played and what it may cost.")
     ] = False,
     embedder: Embedder = None,
     backend: Backend = None,
@@ -170,6 +170,7 @@ def stream(
     Every arm meets the same episodes in the same orders. The model that plays also distils for the
     arms with a bank; without --agent llm a fixed template does, and `template` is `bank`.
     """
+    from experiential.cli.estimate import describe_streams
     from experiential.evaluation.memories import find_memory
     from experiential.evaluation.play_log import PlayLog
     from experiential.evaluation.players import SEATS
@@ -185,7 +186,8 @@ def stream(
     memories = {name: find_memory(name) for name in plan.arms}
     console = Console(width=None if sys.stdout.isatty() else WIDE)
     if dry_run:
-        show_line(console, describe_streams(plan))
+        for line in describe_streams(plan, options):
+            show_line(console, line)
         return 0
     known = model_of(options) if agent == "llm" else None
     function = None if agent in ("llm", *SEATS) else find_function(agent)
@@ -235,14 +237,6 @@ def plan_of(suite: Suite, options: dict[str, Any]) -> StreamPlan:
         seat=SEATS.get(agent),
         **{name: options[name] for name in same},
     )
-
-
-def describe_streams(plan: StreamPlan) -> str:
-    """Return how much a plan would play at most."""
-    sizes = [len(plan.steps(key)) for key in plan.streams()]
-    total, turns = sum(sizes), max(task.turns for task in plan.tasks)
-    line = f"{len(sizes)} streams, {total:,} episodes of at most {turns} steps"
-    return f"{line}: at most {total * turns:,} replies of the agent"
 
 
 def play(
