@@ -644,6 +644,18 @@ def test_the_mean_over_tasks_needs_tasks_with_worlds() -> None:
         over_tasks([])
 
 
+def test_the_folder_of_dialogues_that_no_package_has_is_asked_for(monkeypatch: Any) -> None:
+    monkeypatch.delenv("BFCL_DATA", raising=False)
+    (steps,) = find_suite("crossep-tool").missing().values()
+    assert "export BFCL_DATA=FOLDER (experiential bench suites names its source)" in steps
+    assert "BFCL_DATA=bfcl_eval of its repository" in find_suite("crossep-tool").source
+
+
+def test_another_split_is_said_beside_the_source() -> None:
+    suite = find_suite("hotpotqa-validation")
+    assert suite.with_split("eval").source == f"{suite.source}; here SPLIT eval"
+
+
 def test_the_suites_are_listed_with_their_sources(capsys: Any) -> None:
     assert run_app(app, ["bench", "suites"]) == 0
     shown = capsys.readouterr().out
@@ -651,7 +663,7 @@ def test_the_suites_are_listed_with_their_sources(capsys: Any) -> None:
 
 
 def test_a_bank_that_cannot_be_opened_is_a_user_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="with --learn a bank is made"):
+    with pytest.raises(ConfigError, match="with --learn, and the arms off and on alone, a bank"):
         SuiteBank(str(tmp_path / "none")).open()
 
 

@@ -119,8 +119,8 @@ class SuiteBank:
         try:
             return FolderBank(path, read_only=not writing, **cast("Any", options))
         except BankError as error:
-            hint = "" if writing else "; with --learn a bank is made where none is"
-            raise ConfigError(f"{error}{hint}") from error
+            hint = "; with --learn, and the arms off and on alone, a bank is made where none is"
+            raise ConfigError(f"{error}{'' if writing else hint}") from error
 
     @contextmanager
     def opened_arm(self, arm: Arm, seed: int, tokenizer: Any | None) -> Generator[ArmBank]:
