@@ -161,7 +161,8 @@ def describe_streams(plan: StreamPlan, options: dict[str, Any]) -> Iterator[str]
     What a log holds already is not subtracted. Advice that holds past episodes counts at its
     greatest length.
     """
-    from experiential.evaluation.memories import EXAMPLE_LIMIT, FROZEN
+    from experiential.agents.functions import EXAMPLE_LIMIT
+    from experiential.evaluation.memories import FROZEN
     from experiential.evaluation.suite_play import Plan, PlannedCell
 
     streams = {key: plan.steps(key) for key in plan.streams()}
