@@ -24,6 +24,7 @@ pytest.importorskip("xllamacpp")
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
 LESSON = "Vault of Alder: pull brass."
 SHAPE = "Answer in the form that is asked for."
+PATIENCE = 500  # seconds, less than pytest's own limit, on a machine with other work
 FRAMEWORKS = (
     "openai_client",
     "smolagents_agent",
@@ -45,7 +46,9 @@ class Proxy:
                 body = self.rfile.read(int(self.headers["content-length"]))
                 outer.bodies.append(body.decode())
                 headers = {"content-type": "application/json"}
-                got = httpx.post(target + self.path, content=body, headers=headers, timeout=300)
+                got = httpx.post(
+                    target + self.path, content=body, headers=headers, timeout=PATIENCE
+                )
                 self.send_response(got.status_code)
                 for name in ("content-type", "content-length"):
                     self.send_header(name, got.headers.get(name, str(len(got.content))))
@@ -91,7 +94,7 @@ def run(name: str, folder: Path, proxy: Proxy) -> str:
         cwd=folder.parent,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -168,10 +171,11 @@ def test_an_mcp_agent_records_and_a_distiller_teaches_its_next_run(
 
 
 def test_the_server_itself_can_be_the_extractor(tmp_path: Path, proxy: Proxy) -> None:
-    llm = xp.OpenAILLM("smollm2", base_url=proxy.url, timeout=300)
+    llm = xp.OpenAILLM("smollm2", base_url=proxy.url, timeout=PATIENCE)
+    extractor = xp.ExtractorAgent(llm, max_tokens=48)  # a busy machine may write one in a second
     with (
         xp.ExperienceBank(tmp_path / "bank", embedder="hashing") as bank,
-        xp.ExperienceManager(bank, xp.ExtractorAgent(llm)) as manager,
+        xp.ExperienceManager(bank, extractor, distill_timeout=PATIENCE) as manager,
     ):
         with manager.episode("Open the vault of Alder.") as ep:
             ep.record("Three levers: copper, iron, brass.", "pull iron")
