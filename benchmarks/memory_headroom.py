@@ -16,6 +16,9 @@ is used as well as it can be, so that a row bounds what an agent with this memor
 * ``frozenlake-dialects``, ``sokoban-dialects``: the player keeps the dialects that agree with all
   it remembers and with this visit so far, and goes the shortest way under a likeliest one of them.
   ``chance`` draws its moves blindly.
+* ``alfworld-homes``: the plan of a made household is known but for the place of the object, which
+  is searched for, first where a remembered visit saw such an object. Turns are counted on the
+  problem, without TextWorld. Needs the extra ``alfworld``.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ from typing import Any
 
 import numpy as np
 
+from experiential.envs.alfworld.games import Game, House
+from experiential.envs.alfworld.household import made_houses
 from experiential.envs.dialect import DIRECTIONS, Dialect
 from experiential.envs.frozen_lake import FrozenLakeEnv, Lake
 from experiential.envs.sokoban import Room, SokobanEnv
@@ -313,11 +318,90 @@ def dialects(
     return {"chance": play(env(), blind(), 4, window=0).mean(axis=0).tolist(), **found}
 
 
+@dataclass(frozen=True)
+class Search:
+    """Hold what a made game of ALFWorld asks of a searcher.
+
+    Attributes:
+        turns: of the plan that knows where the object is.
+        sought: kind of the object.
+        at: its place.
+        costs: turns that a look into each place takes.
+        contents: kinds of objects in each place.
+    """
+
+    turns: int
+    sought: str
+    at: str
+    costs: dict[str, int]
+    contents: dict[str, set[str]]
+
+    @classmethod
+    def of(cls, game: Game) -> Search:
+        """Read it from plan and problem."""
+        problem = game.data["pddl_problem"]
+        take = next(one for one in game.walkthrough if one.startswith("take "))
+        thing, place = take.removeprefix("take ").split(" from ")
+        openable = set(re.findall(r"\(openable (\S+)\)", problem))
+        places: list[str] = re.findall(r"^(\S+) - receptacle$", problem, re.MULTILINE)
+        kinds: list[tuple[str, str]] = re.findall(r"\(inReceptacle (\w+?)_bar_\S+ (\S+)\)", problem)
+        contents = {
+            _named(one): {kind.lower() for kind, at in kinds if at == one} for one in places
+        }
+        costs = {_named(one): 1 + (one in openable) for one in places}
+        return cls(len(game.walkthrough), thing.split()[0], place, costs, contents)
+
+
+def _named(place: str) -> str:
+    kind, number, *basin = place.split("_bar_")
+    return f"{kind.lower()}{'basin' if basin else ''} {99 - int(number)}"
+
+
+def search(houses: Sequence[House], visits: int, window: int | None, seed: int) -> np.ndarray:
+    """Return the turns of each visit to each household, int, shape (households, visits).
+
+    The searcher knows the plan but for the place of the object. It looks first where a remembered
+    visit saw one of its kind, then anywhere that no remembered visit looked, then elsewhere.
+    """
+    turns = np.zeros((len(houses), visits), int)
+    for number, house in enumerate(houses):
+        rng = np.random.default_rng([seed, number])
+        past: list[dict[str, set[str]]] = []
+        for visit_number in range(visits):
+            game = Search.of(house.draw(rng))
+            kept = past if window is None else past[max(len(past) - window, 0) :]
+            seen = {place: kinds for looked in kept for place, kinds in looked.items()}
+            order = [str(place) for place in rng.permutation(list(game.costs))]
+            order.sort(key=lambda place: (game.sought not in seen.get(place, ()), place in seen))
+            looked = order[: order.index(game.at) + 1]
+            wasted = sum(game.costs[place] for place in looked[:-1])
+            turns[number, visit_number] = game.turns + wasted
+            past.append({place: game.contents[place] for place in looked})
+    return turns
+
+
+def alfworld_homes(worlds: int, seeds: int = 4, limit: int = 12) -> dict[str, Any]:
+    """Measure success within 12 turns, and mean turns, by visit to made households."""
+    houses = made_houses("eval", worlds)
+    found: dict[str, Any] = {}
+    for name, window in {
+        "none": 0,
+        "last visit": 1,
+        "last three visits": 3,
+        "all visits": None,
+    }.items():
+        turns = np.concatenate([search(houses, 8, window, seed) for seed in range(seeds)])
+        success = (turns <= limit).mean(axis=0).tolist()
+        found[name] = {"success": success, "turns": turns.mean(axis=0).tolist()}
+    return found
+
+
 PARTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "vault-no-note": vault_no_note,
     "vault-law": vault_law,
     "vault-law-no-note": lambda worlds: vault_law(worlds, note=False),
     "frozenlake-dialects": lambda worlds: dialects(FrozenLakeEnv, read_lake, worlds),
+    "alfworld-homes": alfworld_homes,
     "sokoban-dialects": lambda worlds: dialects(SokobanEnv, read_room, worlds),
 }
 

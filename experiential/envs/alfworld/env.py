@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import gymnasium as gym
 
@@ -11,17 +11,21 @@ from experiential.envs.action_text import parse_action
 from experiential.envs.alfworld.games import (
     FILES,
     TASK_TYPES,
+    Entry,
     Game,
+    House,
     default_folder,
+    houses_of,
     open_games,
 )
-from experiential.envs.alfworld.household import made_games
+from experiential.envs.alfworld.household import made_games, made_houses
 from experiential.envs.alfworld.player import Player
 from experiential.envs.arguments import one_of, positive, with_preset
+from experiential.envs.names import NamedSplit
 from experiential.envs.text_env import Info, Step, TextEnv
 from experiential.errors import ConfigError, EnvError, require
 
-Split = Literal["train", "eval", "valid_train", "valid_seen", "valid_unseen"]
+Split = Literal["train", "dev", "eval", "valid_train", "valid_seen", "valid_unseen"]
 
 MADE = {"train": 600, "eval": 150}
 """Made games where none are asked for."""
@@ -38,6 +42,9 @@ class ALFWorldEnv(TextEnv):
     Each step is one of the commands in ``info["admissible"]``; anything else changes nothing, uses
     the turn up and is answered with the legal commands. The episode ends when the task is done,
     and is truncated after ``turns``: 50 as in ALFWorld, 40 or 30 in the papers.
+
+    A world is a game, or with ``households`` a household, whose games the seed draws: what is kept
+    where lasts, goal and objects present change.
 
     A game runs in a worker process that is replaced after ``recycle`` games, since TextWorld keeps
     some 4.5 MB of every game. Call ``close()``; a worker also ends with its environment and with
@@ -56,6 +63,7 @@ class ALFWorldEnv(TextEnv):
         *,
         data: str | None = None,
         games: int | None = None,
+        households: int | None = None,
         task_types: Sequence[str] | None = None,
         turns: int | None = None,
         failure: float | None = None,
@@ -69,21 +77,30 @@ class ALFWorldEnv(TextEnv):
         render_mode: str | None = None,
     ) -> None:
         chosen = with_preset(preset, PRESETS, USUAL, turns=turns, failure=failure)
-        one_of("split", split, FILES)
+        one_of("split", split, FILES if households is None else ("train", "dev", "eval"))
         if isinstance(task_types, str) or not set(task_types or ()) <= set(TASK_TYPES):
             raise ConfigError(
                 f"Expected task_types to be a list of {', '.join(TASK_TYPES)}, got {task_types!r}"
             )
-        positive(games=games, turns=chosen["turns"], recycle=recycle, timeout=timeout)
+        if games is not None and households is not None:
+            raise ConfigError("Expected games or households, got both; leave one of them out")
+        positive(
+            games=games,
+            households=households,
+            turns=chosen["turns"],
+            recycle=recycle,
+            timeout=timeout,
+        )
         require("alfworld", "alfworld", "textworld", "fast_downward")
         self.split, self.turns, self.failure = split, chosen["turns"], float(chosen["failure"])
         self.show_actions = show_actions
         folder = data if data is not None else default_folder()
-        self._source = (split, folder, games, tuple(task_types or ()), generation)
+        self._source = (split, folder, games, tuple(task_types or ()), households, generation)
         self._playing = (recycle, timeout, in_process, cached)
         self._open()
-        super().__init__(len(self._entries), render_mode=render_mode)
+        super().__init__(len(self._houses or self._entries), render_mode=render_mode)
         self._game: Game | None = None
+        self._house = ""
         self._live = False
         self._commands: list[str] = []
 
@@ -96,16 +113,22 @@ class ALFWorldEnv(TextEnv):
 
     @property
     def task(self) -> str:
-        """Return the goal in words."""
-        return self.game.goal
+        """Return the goal in words, with the household where there are such."""
+        return f"In {self._house}: {self.game.goal}" if self._house else self.game.goal
 
     def _begin(self, world: int) -> tuple[str, Info]:
         self._live = False
-        self._game = self._entries[world].load()
+        if self._houses:
+            self._house = self._houses[world].name
+            self._game = self._houses[world].draw(self.np_random)
+        else:
+            self._game = self._entries[world].load()
         self._commands, self._used = [], 0
         self._state = self._player.start(self._game.data)
         self._live = True
         observation = self._state["feedback"].replace(_BANNER, "").strip()
+        if self._house:
+            observation = f"You are in {self._house}. {observation}"
         if self.show_actions:
             observation += f"\n{self._legal()}"
         return observation, self._info("")
@@ -131,6 +154,7 @@ class ALFWorldEnv(TextEnv):
         """Yield the ids of the games, which are ALFWorld's own, or those of made ones."""
         yield f"{self._name} {self._source[-1]}"
         yield from (entry.id for entry in self._entries)
+        yield from (f"{house.name} {house.contents}" for house in self._houses)
 
     def close(self) -> None:
         """End the worker process; a reset starts another."""
@@ -164,11 +188,24 @@ class ALFWorldEnv(TextEnv):
     def _info(self, feedback: str, *, invalid: bool = False) -> Info:
         won, admissible = bool(self._state["won"]), self._state["admissible"]
         name = f"{self._name}-{self.game.id}"
-        info = self._report(name, feedback, success=won, invalid=invalid, admissible=admissible)
+        instance = ""
+        if self._house:
+            name = f"{self._name}-{self._house}"
+            instance = f"{name}#{self.game.id}"
+        info = self._report(
+            name,
+            feedback,
+            success=won,
+            invalid=invalid,
+            admissible=admissible,
+            instance=instance,
+        )
         return info | {"task_type": self.game.task_type}
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {key: value for key, value in vars(self).items() if key != "_entries"}
+        state = {
+            key: value for key, value in vars(self).items() if key not in ("_entries", "_houses")
+        }
         return state | {"_player": None, "_live": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -177,8 +214,24 @@ class ALFWorldEnv(TextEnv):
 
     def _open(self) -> None:
         self._player = Player(*self._playing)
-        split, data, number, kinds, generation = self._source
-        if data is None or data == "made":
+        split, data, number, kinds, households, generation = self._source
+        self._entries: Sequence[Entry] = ()
+        self._houses: tuple[House, ...] = ()
+        made = data is None or data == "made"
+        if households is not None:
+            self._name = f"alfworld-{'made-' if made else ''}homes-{split}"
+            if data is None or made:
+                houses = made_houses(cast("NamedSplit", split), households, kinds, generation)
+            else:  # the scenes of valid_seen are those of train
+                games = [e for e in open_games(data, "train") if not kinds or e.task_type in kinds]
+                houses = houses_of(games, split)
+            self._houses = houses[:households]
+            if len(houses) < households:
+                raise ConfigError(
+                    f"Expected at most {len(houses)} households of split {split}, got {households}"
+                )
+            return
+        if data is None or made:
             if split not in ("train", "eval"):
                 raise ConfigError(
                     f"Expected split train or eval of made games, got {split!r}; give data= or set"

@@ -7,12 +7,16 @@ import lzma
 import os
 import re
 import zlib
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+import numpy as np
+
+from experiential.envs.names import digest_of
 from experiential.errors import ConfigError
 
 TaskType = Literal[
@@ -54,6 +58,49 @@ class Entry:
     id: str
     task_type: str
     load: Callable[[], Game]
+
+
+@dataclass(frozen=True)
+class House:
+    """Hold a household that lasts, in which games are drawn."""
+
+    name: str
+    """What tasks call it, such as ``house 301``."""
+    contents: str
+    """All that its games follow from."""
+    draw: Callable[[np.random.Generator], Game]
+
+
+def houses_of(entries: Iterable[Entry], split: str) -> tuple[House, ...]:
+    """Return the scenes of a split as households, whose games are drawn evenly.
+
+    The scenes of each of ALFRED's four kinds of rooms are dealt out: five of nine to train, two
+    each to dev and eval.
+    """
+    scenes: dict[str, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        scenes[entry.id.partition("/")[0].rpartition("-")[2]].append(entry)
+    rooms: dict[int, list[str]] = defaultdict(list)
+    for scene in sorted(scenes, key=lambda scene: digest_of(f"household:{scene}")):
+        rooms[int(scene) // 100].append(scene)
+    share = {"train": range(5), "dev": range(5, 7), "eval": range(7, 9)}[split]
+    places = [
+        (place, room, scene)
+        for room, listed in rooms.items()
+        for place, scene in enumerate(listed)
+        if place % 9 in share
+    ]
+
+    def house(scene: str) -> House:
+        games = sorted(scenes[scene], key=lambda entry: entry.id)
+        ids = " ".join(entry.id for entry in games)
+
+        def draw(rng: np.random.Generator) -> Game:
+            return games[int(rng.integers(len(games)))].load()
+
+        return House(f"house {scene}", ids, draw)
+
+    return tuple(house(scene) for _, _, scene in sorted(places))
 
 
 def open_games(data: str | Path, split: str) -> tuple[Entry, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.util import find_spec
@@ -10,7 +11,17 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from experiential.envs.alfworld.games import TASK_TYPES, Entry, Game, TaskType, with_goal
+import numpy as np
+
+from experiential.envs.alfworld.games import (
+    TASK_TYPES,
+    Entry,
+    Game,
+    House,
+    TaskType,
+    with_goal,
+)
+from experiential.envs.names import NamedSplit, world_names
 from experiential.envs.split import Split, split_of
 from experiential.errors import MissingExtraError
 
@@ -162,6 +173,16 @@ class Household:
         tail = [")", "(:init", *facts, ")", f"(:goal {self._goal()})", ")"]
         return "\n".join([*head, *objects, *tail])
 
+    def game(self, name: str) -> Game:
+        """Return the game of this household, with its plan as the walkthrough."""
+        domain, grammar = bundled()
+        texts = {
+            "grammar": with_goal(grammar, self.words),
+            "pddl_domain": domain,
+            "pddl_problem": self.problem(),
+        }
+        return Game(name, self.task_type, self.words, tuple(self.plan()), texts)
+
     def _goal(self) -> str:
         kind = f"{self.target}Type"
         if self.lamp is not None:
@@ -217,9 +238,97 @@ def draw(random: Random, task_type: TaskType) -> Household:
         house.lamp = item("DeskLamp", 1)
         tables = [place for place in places if place.kind in ("Desk", "SideTable")]
         where[house.lamp] = random.choice(tables)
-    shown = item(end, 1).name.rsplit(" ", 1)[0]
-    house.words = random.choice(_WORDS[task_type].split(" / ")).format(o=target.lower(), r=shown)
+    house.words = _said(random, house)
     return house
+
+
+def _said(random: Random, house: Household) -> str:
+    shown = item(house.goal_place, 1).name.rsplit(" ", 1)[0]
+    words = random.choice(_WORDS[house.task_type].split(" / "))
+    return words.format(o=house.target.lower(), r=shown)
+
+
+@dataclass(frozen=True)
+class Home:
+    """Hold what lasts in a household: its receptacles, and where each kind of object is kept."""
+
+    room: Room
+    places: tuple[Item, ...]
+    kept: dict[str, Item]
+    """Kind of object to receptacle; in a bedroom also that of the desk lamp."""
+
+    @property
+    def task_types(self) -> list[TaskType]:
+        """Return the types of task that can be done here."""
+        absent = ["look_at_obj_in_light"] if self.room is KITCHEN else STATES
+        return [kind for kind in TASK_TYPES if kind not in absent]
+
+
+def draw_home(random: Random, room: Room) -> Home:
+    """Draw a household with ten kinds of objects, each kept in one place."""
+    places = [
+        item(kind, n)
+        for kind, most in room.places.items()
+        for n in range(1, random.randint(1, most) + 1)
+    ]
+    kept = {
+        kind: random.choice([place for place in places if fits(room, place.kind, kind)])
+        for kind in random.sample(list(room.things), 10)  # some of a kitchen can be heated
+    }
+    if room is BEDROOM:
+        tables = [place for place in places if place.kind in ("Desk", "SideTable")]
+        kept["DeskLamp"] = random.choice(tables)
+    return Home(room, tuple(places), kept)
+
+
+def draw_visit(random: Random, home: Home, task_type: TaskType) -> Household:
+    """Draw a game of a type that the household admits: the goal, and which objects are there."""
+    _, station, able, _ = STATES.get(task_type, ("", "", "", ""))
+    kinds = [kind for kind in home.kept if kind in home.room.things]
+    target = random.choice([kind for kind in kinds if able in home.room.things[kind]])
+    taken = (station, home.kept[target].kind)
+    ends = [k for k in home.room.places if k not in taken and fits(home.room, k, target)]
+    end = random.choice(ends)
+    others = random.sample([kind for kind in kinds if kind != target], random.randint(4, 7))
+    least = 2 if task_type == "pick_two_obj_and_place" else 1
+    amounts = {target: random.randint(least, 3), **{kind: random.randint(1, 2) for kind in others}}
+    where = {
+        item(kind, n): home.kept[kind]
+        for kind, amount in amounts.items()
+        for n in range(1, amount + 1)
+    }
+    house = Household(task_type, home.room, list(home.places), where, target, end)
+    if task_type == "look_at_obj_in_light":
+        house.lamp = item("DeskLamp", 1)
+        where[house.lamp] = home.kept["DeskLamp"]
+    house.words = _said(random, house)
+    return house
+
+
+def made_houses(
+    split: NamedSplit, number: int, kinds: Collection[str] = (), generation: int = 0
+) -> tuple[House, ...]:
+    """Return households of a split by name, kitchens and bedrooms in turn where both have tasks.
+
+    A game is drawn by its number below 10,000; ``kinds`` are the types of task, all if empty.
+    """
+    rooms = [KITCHEN, BEDROOM]
+    if kinds:
+        rooms = [room for room in rooms if set(Home(room, (), {}).task_types) & set(kinds)]
+
+    def house(index: int, name: str) -> House:
+        home = draw_home(Random(f"home {split} {generation} {name}"), rooms[index % len(rooms)])
+        types: list[TaskType] = [one for one in home.task_types if not kinds or one in kinds]
+
+        def draw(rng: np.random.Generator) -> Game:
+            chosen = int(rng.integers(10_000))
+            random = Random(f"visit {split} {generation} {name} {chosen}")
+            visit = draw_visit(random, home, random.choice(types))
+            return visit.game(f"{visit.task_type}-made-{generation}-{chosen}")
+
+        return House(f"the house of {name}", repr((generation, types, home.kept)), draw)
+
+    return tuple(house(i, name) for i, name in enumerate(world_names(split)[:number]))
 
 
 def made_games(split: Split, number: int, generation: int = 0) -> tuple[Entry, ...]:
@@ -238,11 +347,8 @@ def make_game(split: Split, index: int, task_type: TaskType, generation: int = 0
         draw(Random(f"household {split} {generation} {index} {attempt}"), task_type)
         for attempt in count()
     )
-    house, problem = next((one, text) for one in drawn if split_of(text := one.problem()) == split)
-    domain, grammar = bundled()
-    words, plan = house.words, tuple(house.plan())
-    texts = {"grammar": with_goal(grammar, words), "pddl_domain": domain, "pddl_problem": problem}
-    return Game(f"{task_type}-made-{generation}-{index}", task_type, words, plan, texts)
+    house = next(one for one in drawn if split_of(one.problem()) == split)
+    return house.game(f"{task_type}-made-{generation}-{index}")
 
 
 @lru_cache

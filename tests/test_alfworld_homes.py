@@ -1,0 +1,161 @@
+"""Households that last: what is kept where stays, goals change, splits share no household."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.memory_headroom import Search, search
+from experiential.envs.alfworld.games import Entry, Game, default_folder, houses_of, open_games
+from experiential.envs.alfworld.household import (
+    BEDROOM,
+    KITCHEN,
+    Home,
+    draw_home,
+    draw_visit,
+    made_houses,
+)
+from experiential.evaluation.arms import world_of
+
+SPLITS = ("train", "dev", "eval")
+
+
+def scene_entries() -> list[Entry]:
+    """Three games in each of ALFRED's 27 scenes of four kinds of rooms."""
+    scenes = [room + number for room in (1, 201, 301, 401) for number in range(27)]
+    ids = [f"pick-Mug-None-Desk-{scene}/trial_{n}" for scene in scenes for n in range(3)]
+    return [Entry(one, "pick", partial(Game, one, "pick", "put.", (), {})) for one in ids]
+
+
+def test_scenes_are_dealt_out_to_the_splits_by_kind_of_room() -> None:
+    found = {split: [one.name for one in houses_of(scene_entries(), split)] for split in SPLITS}
+    assert {split: len(names) for split, names in found.items()} == {
+        "train": 60,
+        "dev": 24,
+        "eval": 24,
+    }
+    assert len({name for names in found.values() for name in names}) == 108
+    for split, each in (("train", 15), ("dev", 6), ("eval", 6)):
+        assert set(Counter(int(n.split()[1]) // 100 for n in found[split]).values()) == {each}
+    assert {int(name.split()[1]) // 100 for name in found["eval"][:4]} == {0, 2, 3, 4}
+
+
+def test_a_scene_draws_its_own_games_only() -> None:
+    house = houses_of(scene_entries(), "dev")[3]
+    rng, scene = np.random.default_rng(0), house.name.split()[1]
+    drawn = {house.draw(rng).id for _ in range(40)}
+    assert len(drawn) == 3 and all(f"-{scene}/" in one for one in drawn)
+
+
+@pytest.mark.parametrize("room", [KITCHEN, BEDROOM])
+def test_objects_are_where_they_are_kept_and_the_task_is_not_done_yet(room: Any) -> None:
+    for number in range(30):
+        home = draw_home(Random(number), room)
+        assert len(home.kept) == 10 + (room is BEDROOM)
+        for task_type in home.task_types:
+            visit = draw_visit(Random(number), home, task_type)
+            assert all(place == home.kept[thing.kind] for thing, place in visit.where.items())
+            assert home.kept[visit.target].kind != visit.goal_place
+            count = sum(thing.kind == visit.target for thing in visit.where)
+            assert count >= 1 + (task_type == "pick_two_obj_and_place")
+            assert visit.plan() and visit.words
+
+
+def test_rooms_admit_the_tasks_that_they_have_stations_for() -> None:
+    assert len(Home(KITCHEN, (), {}).task_types) == 5
+    assert Home(BEDROOM, (), {}).task_types == [
+        "pick_and_place_simple",
+        "look_at_obj_in_light",
+        "pick_two_obj_and_place",
+    ]
+
+
+def test_made_households_of_the_splits_share_nothing() -> None:
+    houses = {split: made_houses(split, 100) for split in SPLITS}  # type: ignore[arg-type]
+    every = [house for listed in houses.values() for house in listed]
+    assert len({house.name for house in every}) == 300
+    assert len({house.contents for house in every}) == 300
+    heat = made_houses("dev", 20, ["pick_heat_then_place_in_recep"])
+    assert all("'Desk" not in house.contents for house in heat)
+
+
+def needs_alfworld() -> None:
+    for package in ("alfworld", "fast_downward"):
+        pytest.importorskip(package, reason="needs pip install 'experiential-rl[alfworld]'")
+
+
+def test_who_remembers_a_household_finds_things_in_fewer_turns() -> None:
+    """A searcher with fixed seeds, so the figures are always the same."""
+    needs_alfworld()
+    houses = made_houses("eval", 60)
+    forgets, last, every = (search(houses, 8, window, 0) for window in (0, 1, None))
+    assert every[:, 7].mean() < last[:, 7].mean() - 1 < forgets[:, 7].mean() - 2
+    assert (every[:, 0] == forgets[:, 0]).all()
+    game = Search.of(houses[0].draw(np.random.default_rng(0)))
+    assert game.sought in game.contents[game.at] and game.costs[game.at] in (1, 2)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_alfworld()
+    monkeypatch.setenv("EXPERIENTIAL_CACHE", str(tmp_path))
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_world_is_a_household_and_the_seed_draws_the_game() -> None:
+    from experiential.envs.alfworld.env import ALFWorldEnv
+
+    env = ALFWorldEnv("dev", data="made", households=2)
+    infos: list[dict[str, Any]] = []
+    for seed in (0, 1, 0):
+        observation, info = env.reset(seed=seed, options={"world": 1})
+        infos.append(info)
+        name = info["task"].removeprefix("In ").split(":")[0]
+        assert observation.startswith(f"You are in {name}. ")
+        assert info["task"].endswith(env.game.goal)
+        assert info["task_id"] == world_of(info["instance"]) == f"alfworld-made-homes-dev-{name}"
+    assert infos[0] == infos[2] and infos[0]["instance"] != infos[1]["instance"]
+    twin = pickle.loads(pickle.dumps(env))
+    assert twin.task == env.task and twin.oracle_action() == env.oracle_action()
+    while not info["success"]:
+        *_, done, truncated, info = env.step(env.oracle_action())
+        assert done == info["success"] and not truncated
+    assert env.digest() != ALFWorldEnv("eval", data="made", households=2).digest()
+    env.close()
+    twin.close()
+
+
+@pytest.mark.usefixtures("cache")
+def test_games_without_households_stay_as_they_were_and_wrong_arguments_are_refused() -> None:
+    """The digests were taken before there were households."""
+    from experiential.envs.alfworld.env import ALFWorldEnv
+
+    digests = [ALFWorldEnv(split, data="made").digest() for split in ("train", "eval")]  # type: ignore[arg-type]
+    assert digests == ["e688bd43bafc", "8603e309e443"]
+    wrong: list[dict[str, Any]] = [
+        {"households": 121, "split": "dev"},
+        {"households": 0},
+        {"households": 3, "games": 3},
+        {"households": 3, "split": "valid_seen"},
+        {"split": "dev"},
+    ]
+    for arguments in wrong:
+        with pytest.raises(ValueError, match="Expected"):
+            ALFWorldEnv(**{"data": "made", **arguments})
+
+
+def test_real_scenes_of_the_splits_are_disjoint() -> None:
+    folder = default_folder()
+    if folder is None:
+        pytest.skip("needs real data: set ALFWORLD_DATA")
+    entries = open_games(folder, "train")
+    found = {split: {one.name for one in houses_of(entries, split)} for split in SPLITS}
+    assert all(len(names) >= 20 for names in found.values())
+    assert len(set.union(*found.values())) == sum(map(len, found.values()))
