@@ -64,11 +64,6 @@ PROMPTS = (
     "Look at what happened before. Act.",
     "Repeat what worked before.",
     "Repeat what worked, avoid what failed.",
-    "Avoid what failed before.",
-    "Learn from your earlier visits.",
-    "You were here before. Use what you learned.",
-    "You are a careful player who remembers.",
-    "Name the live lever.",  # in the corpus, for another task
 )
 """Candidate system messages, written before any was tried."""
 MEMORIES: tuple[Arm, ...] = ("off", "history-1", "template", "on")
