@@ -297,7 +297,7 @@ async def test_a_rollout_hides_entries_made_from_the_instance_that_it_plays() ->
     manager = CountingManager("Say go.")
     with rollout(CorridorEnv, manager=manager) as made:
         await made.play([job(seed=3, condition=Condition.GUIDED)])
-    assert manager.searches == [("Cross the corridor.", 1, "corridor#3")]
+    assert manager.searches == [("Cross the corridor.", None, "corridor#3")]
 
 
 async def test_an_episode_of_unknown_outcome_fails_by_name_and_is_not_submitted() -> None:
