@@ -408,9 +408,7 @@ def test_early_and_late_entries_are_those_of_the_first_and_last_fifth_in_their_f
 
 def test_the_bank_benchmark_runs_small_and_its_arms_find_the_same(tmp_path: Path) -> None:
     found = bank.search(300, tmp_path / "search")
-    assert (
-        found["memory_bytes_per_entry"] >= 0 and found["disk_bytes_per_entry"] > 4 * bank.DIMENSION
-    )
+    assert found["disk_bytes_per_entry"] > 4 * bank.DIMENSION
     assert all(seconds > 0 for seconds in found["seconds"].values())
     lookup = bank.Lookup(40)
     _, exact = bank.exact_search(lookup.table[:30], lookup.table[30:])

@@ -445,7 +445,8 @@ class TestUserErrors:
     ) -> None:
         assert_user_error(run_main("eval", "eval.worlds=2"), "at least one run")
         assert_user_error(
-            run_main("eval", tmp_path, "--arms", "on,half"), "off,on,frozen,shuffled,placebo"
+            run_main("eval", tmp_path, "--arms", "on,half"),
+            "off, on, frozen, shuffled, placebo, random",
         )
 
     def test_eval_of_a_run_without_a_checkpoint_or_into_a_file(

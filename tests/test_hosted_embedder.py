@@ -13,7 +13,7 @@ import pytest
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.index.embed import HashingEmbedder, recorded_embedder, resolve_embedder
 from experiential.bank.index.hosted import HostedEmbedder
-from experiential.errors import BackendError, BudgetError, ConfigError
+from experiential.errors import BackendError, BudgetError, ConfigError, ContextError
 from experiential.types import Usage
 from tests.chat_server import Server
 
@@ -130,7 +130,7 @@ FAULTS: list[tuple[str, list[tuple[int, Any]], type[BackendError] | None, str]] 
     ("wrong key", [(401, "Incorrect API key")], BackendError, "Incorrect API key"),
     ("no such model", [(404, "no model m")], BackendError, "no model m"),
     ("quota spent", [(429, {"error": {"code": "insufficient_quota"}})], BudgetError, "quota"),
-    ("too long", [(400, "maximum context length is 512")], BackendError, "context length"),
+    ("too long", [(400, "maximum context length is 512")], ContextError, "context length"),
     ("no JSON", [(200, "oops")], BackendError, "Expected 1 embeddings"),
     ("an error in a 200", [(200, {"error": "loading"})], BackendError, "loading"),
     ("no vectors", [(200, {"data": []})], BackendError, "Expected 1 embeddings"),
