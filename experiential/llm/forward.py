@@ -12,7 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward  # pyright: ignore[reportUnknownVariableType]
+from transformers.integrations.sdpa_attention import (
+    sdpa_attention_forward,  # pyright: ignore[reportUnknownVariableType]
+)
 from transformers.masking_utils import sdpa_mask  # pyright: ignore[reportUnknownVariableType]
 
 from experiential.errors import BackendError
