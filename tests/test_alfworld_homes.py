@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -45,6 +46,24 @@ def test_scenes_are_dealt_out_to_the_splits_by_kind_of_room() -> None:
     for split, each in (("train", 15), ("dev", 6), ("eval", 6)):
         assert set(Counter(int(n.split()[1]) // 100 for n in found[split]).values()) == {each}
     assert {int(name.split()[1]) // 100 for name in found["eval"][:4]} == {0, 2, 3, 4}
+
+
+def test_a_scene_stays_in_its_split_whatever_tasks_are_played() -> None:
+    entries = scene_entries()
+    heated = {entries[number].id.partition("/")[0] for number in (3, 30, 60)}
+    entries = [
+        replace(one, task_type="heat") if one.id.partition("/")[0] in heated else one
+        for one in entries
+    ]
+    counts = Counter[str]()
+    for split in SPLITS:
+        every, picks, heats = (
+            {house.name for house in houses_of(entries, split, kinds)}
+            for kinds in ([], ["pick"], ["heat"])
+        )
+        assert picks | heats == every and not picks & heats
+        counts += Counter(picks=len(picks), heats=len(heats))
+    assert counts == {"picks": 105, "heats": 3}
 
 
 def test_a_scene_draws_its_own_games_only() -> None:

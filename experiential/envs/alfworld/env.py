@@ -223,8 +223,7 @@ class ALFWorldEnv(TextEnv):
             if data is None or made:
                 houses = made_houses(cast("NamedSplit", split), households, kinds, generation)
             else:  # the scenes of valid_seen are those of train
-                games = [e for e in open_games(data, "train") if not kinds or e.task_type in kinds]
-                houses = houses_of(games, split)
+                houses = houses_of(open_games(data, "train"), split, kinds)
             self._houses = houses[:households]
             if len(houses) < households:
                 raise ConfigError(

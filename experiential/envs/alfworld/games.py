@@ -8,7 +8,7 @@ import os
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -71,11 +71,14 @@ class House:
     draw: Callable[[np.random.Generator], Game]
 
 
-def houses_of(entries: Iterable[Entry], split: str) -> tuple[House, ...]:
+def houses_of(
+    entries: Iterable[Entry], split: str, kinds: Collection[str] = ()
+) -> tuple[House, ...]:
     """Return the scenes of a split as households, whose games are drawn evenly.
 
     The scenes of each of ALFRED's four kinds of rooms are dealt out: five of nine to train, two
-    each to dev and eval.
+    each to dev and eval. ``kinds`` are the types of task that are played, all if empty: a scene is
+    in the same split whatever they are, and left out where it has no such game.
     """
     scenes: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
@@ -91,8 +94,7 @@ def houses_of(entries: Iterable[Entry], split: str) -> tuple[House, ...]:
         if place % 9 in share
     ]
 
-    def house(scene: str) -> House:
-        games = sorted(scenes[scene], key=lambda entry: entry.id)
+    def house(scene: str, games: list[Entry]) -> House:
         ids = " ".join(entry.id for entry in games)
 
         def draw(rng: np.random.Generator) -> Game:
@@ -100,7 +102,14 @@ def houses_of(entries: Iterable[Entry], split: str) -> tuple[House, ...]:
 
         return House(f"house {scene}", ids, draw)
 
-    return tuple(house(scene) for _, _, scene in sorted(places))
+    played = {
+        scene: sorted(
+            (entry for entry in scenes[scene] if not kinds or entry.task_type in kinds),
+            key=lambda entry: entry.id,
+        )
+        for _, _, scene in sorted(places)
+    }
+    return tuple(house(scene, games) for scene, games in played.items() if games)
 
 
 def open_games(data: str | Path, split: str) -> tuple[Entry, ...]:
