@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from experiential.evaluation.cell import Cell
 from experiential.evaluation.players import Player
 from experiential.evaluation.visits import Meters, VisitEvaluator
 from experiential.llm.metered import Meter, Metered, Spent
+from experiential.llm.rounds import Rounds
 from experiential.llm.scripted import ScriptedLLM
 from experiential.recipe import dump_experiment, load_experiment
 from experiential.types import Add, Distillation, ParsedOperations, Trajectory, Update
@@ -415,6 +417,8 @@ class TestEvaluator:
 class TestBaselines:
     """Arms that any actor can play, without a trained bank."""
 
+    drain = False
+
     def evaluator(self, make_actor: Any, **options: Any) -> VisitEvaluator:
         settings = load_experiment(
             "grpo",
@@ -423,6 +427,7 @@ class TestBaselines:
                 "eval.worlds=3",
                 "eval.visits=3",
                 f"env.kwargs={options}",
+                f"run.drain={str(self.drain).lower()}",
             ],
         )
         return VisitEvaluator(settings, make_actor, None)
@@ -457,10 +462,33 @@ class TestBaselines:
             assert all("pull nothing" in entry and "was live" in entry for entry in entries)
         assert played.entries == 0 and played.errors == 0
 
-    async def test_random_play_is_drawn_by_the_seeds_and_asks_no_actor(self) -> None:
+    async def test_a_function_writes_in_the_order_of_the_queue_in_a_repeatable_run(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        options = {"seed": 0, "merge_every": 0, "queue_size": 9}
+        options["rounds"] = Rounds(ScriptedLLM(["unasked"]))
+        with opened_arm("history-1", None, tmp_path / "arm", None, options) as opened:
+            assert opened.manager is not None
+            bank = opened.manager.bank
+            read = bank.trajectory
+
+            def slowly(id: str) -> Trajectory | None:
+                time.sleep(0.2 if id == "t0" else 0.0)
+                return read(id)
+
+            monkeypatch.setattr(bank, "trajectory", slowly)
+            async with opened.visit():
+                for i in range(3):
+                    opened.manager.submit(Trajectory(id=f"t{i}", task=f"door {i}"))
+            written = sorted(bank.entries(), key=lambda one: one.provenance.commit or 0)
+            assert [one.task for one in written] == ["door 0", "door 1", "door 2"]
+
+    @pytest.mark.parametrize("drain", [False, True])
+    async def test_random_play_is_drawn_by_the_seeds_and_asks_no_actor(self, drain: bool) -> None:
         def make_actor() -> ActorAgent:
             raise AssertionError("an actor was made")
 
+        self.drain = drain
         first = await self.evaluator(make_actor).play("random", 0)
         again = await self.evaluator(make_actor).play("random", 0)
         assert first.outcomes == again.outcomes

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import random
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from experiential.errors import BackendError
+from experiential.bank.bank import ExperienceBank
+from experiential.bank.manager import ExperienceManager
+from experiential.errors import BackendError, BudgetError
 from experiential.llm.base import LLM, SamplingParams
 from experiential.llm.rounds import Rounds
 from experiential.llm.transformers import TransformersLLM
-from experiential.types import Generation, Message
+from experiential.types import Distillation, Generation, Message, Trajectory
 from tests.llm_tiny import tiny_random_model
 
 
@@ -117,3 +120,95 @@ async def test_requests_made_together_are_one_batch_however_slowly_they_come() -
     await asyncio.gather(*asked)
     assert llm.stats.forwards == 1
     llm.close()
+
+
+async def test_work_that_gives_up_waiting_stops_nobody() -> None:
+    """Each asks once and is cancelled by its own time-out before the answer comes."""
+
+    class Slow(LLM):
+        async def generate(self, prompt: Any, sampling: SamplingParams | None = None) -> Generation:
+            await asyncio.sleep(0.2)
+            return Generation(text=prompt[0]["content"])
+
+    rounds = Rounds(Slow())
+
+    async def impatient() -> str:
+        try:
+            return (await asyncio.wait_for(ask(rounds, "x"), 0.01)).text
+        except TimeoutError:
+            return "late"
+
+    work = rounds.run([impatient(), impatient(), ask(rounds, "y")], most=3)
+    late, too, answer = await asyncio.wait_for(work, 30)
+    assert (late, too, answer.text) == ("late", "late", "y")
+
+    async def stubborn() -> str:
+        return await impatient() + (await ask(rounds, "again")).text
+
+    both = rounds.run([stubborn(), stubborn()], most=2)
+    assert await asyncio.wait_for(both, 30) == ["lateagain", "lateagain"]
+
+
+async def test_who_asks_from_outside_a_run_is_answered_alone_and_runs_take_turns() -> None:
+    rounds, begun = Rounds(Recorder()), asyncio.Event()
+
+    async def work(text: str) -> str:
+        begun.set()
+        await asyncio.sleep(0.05)
+        return (await ask(rounds, text)).text
+
+    async def outside() -> str:
+        await begun.wait()
+        return (await ask(rounds, "outside")).text
+
+    runs = [rounds.run([work(name)], most=1) for name in ("a", "b")]
+    assert await asyncio.wait_for(asyncio.gather(outside(), *runs), 30) == ["OUTSIDE", ["A"], ["B"]]
+
+
+@pytest.fixture
+def bank(tmp_path: Path) -> Any:
+    with ExperienceBank(tmp_path / "bank", embedder="hashing") as bank:
+        yield bank
+
+
+class Obedient:
+    """Distil by asking nobody; wait, or fail, on demand."""
+
+    version = 0
+
+    def __init__(self, error: Exception | None = None, wait: float = 0.0) -> None:
+        self.error, self.wait = error, wait
+
+    async def adistill(self, trajectory: Any, shown: Any) -> Distillation:
+        await asyncio.sleep(self.wait)
+        if self.error is not None:
+            raise self.error
+        return Distillation()
+
+
+def managed(bank: Any, extractor: Obedient) -> ExperienceManager:
+    manager = ExperienceManager(bank, cast("Any", extractor), rounds=Rounds(Recorder()))
+    for i in range(3):
+        manager.submit(Trajectory(id=f"t{i}", task="open the door", success=True))
+    return manager
+
+
+def test_a_drain_that_ends_early_leaves_the_queue_to_the_next_one(bank: Any) -> None:
+    extractor = Obedient(wait=30.0)
+    with managed(bank, extractor) as manager:
+        manager.pause()
+        with pytest.raises(TimeoutError, match="3 items are left"):
+            manager.drain(0.1)
+        manager.resume()
+        with pytest.raises(TimeoutError, match="3 items are left"):
+            manager.drain(0.5)
+        assert manager.stats()["running"] == 0
+        extractor.wait = 0.0
+        manager.drain(30)
+        assert manager.stats()["distilled"] == 3
+
+
+def test_a_spent_budget_ends_the_drain(bank: Any) -> None:
+    extractor = Obedient(BudgetError("no more"))
+    with managed(bank, extractor) as manager, pytest.raises(BudgetError, match="3 episodes are"):
+        manager.drain(30)

@@ -211,20 +211,31 @@ class Distiller:
         while True:
             id = await self._ready.get()
             await self.resumed.wait()
-            await self._conclude(id, await awaited(self._distilled(id)))
+            try:
+                await self._conclude(id, await awaited(self._distilled(id)))
+            finally:
+                self._running.discard(id)
 
     async def _work_in_order(self, rounds: Rounds) -> None:
         """Do the same for all that waits at once: ask in rounds, write in queue order."""
+
+        async def tried(id: str) -> _Distilled | Exception:
+            result = await awaited(self._distilled(id))
+            async with self._changed:  # a drain sees whether there is hope for the others
+                self._changed.notify_all()
+            return result
+
         while True:
             ids = [await self._ready.get()]
             ids += [self._ready.get_nowait() for _ in range(self._ready.qsize())]
-            await self.resumed.wait()
             try:
-                asking = [awaited(self._distilled(id)) for id in ids]
+                await self.resumed.wait()
+                asking = [tried(id) for id in ids]
                 for result in await rounds.run(asking, most=self._settings.distill_workers):
                     await self._conclude(ids[0], result)
                     del ids[0]
             finally:  # a drain that ends too early leaves them to the next one
+                self._running.difference_update(ids)
                 for id in ids:
                     self._ready.put_nowait(id)
 

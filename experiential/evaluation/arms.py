@@ -248,7 +248,7 @@ def opened_arm(
         write, k = FUNCTIONS[arm]
         retrieval = {"strategy": "recent", "same_task": True, "k": k, "floor": -1.0}
         kept = {name: options[name] for name in ("seed", "merge_every", "queue_size")}
-        kept |= {"retrieval": retrieval, "text_limit": 6000}
+        kept |= {"retrieval": retrieval, "text_limit": 6000, "rounds": options.get("rounds")}
         with (
             FolderBank(scratch, embedder="hashing", store="exact") as empty,
             ExperienceManager(

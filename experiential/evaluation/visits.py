@@ -157,7 +157,8 @@ class VisitEvaluator:
             make_actor = cast("Callable[[], ActorAgent]", RandomPlayer)
         actor_before, extractor_before = meters.actor.spent(), meters.extractor.spent()
         rounds = self._rounds
-        if rounds is None and settings.repeatable:
+        in_order = settings.repeatable and arm != "random"  # which asks no model
+        if rounds is None and in_order:
             rounds = Rounds(self._make_actor().llm)  # an extractor of its own works one at a time
         options = manager_options(settings)
         options |= {
@@ -186,7 +187,7 @@ class VisitEvaluator:
                 search_experience=settings.actor.search_experience,
                 make_env=self._make_env,
                 critic=self._critic,
-                in_order=settings.repeatable,
+                in_order=in_order,
             )
             visits: list[list[Episode]] = []
             with closing(rollout):

@@ -14,7 +14,6 @@ from experiential.llm.base import LLM, Prompt, SamplingParams
 from experiential.types import Generation
 
 T = TypeVar("T")
-_PLACE: ContextVar[int] = ContextVar("place of the work in its run")
 
 
 class _Asked(NamedTuple):
@@ -30,6 +29,9 @@ class _Run:
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+_WORK: ContextVar[tuple[_Run | None, int]] = ContextVar("run and place", default=(None, 0))
+
+
 class Rounds(LLM):
     """Let concurrent work go on in rounds, so that equal runs do equal things.
 
@@ -38,7 +40,8 @@ class Rounds(LLM):
     where work runs concurrently. ``run`` lets one piece of work go on at a time, in order, until it
     asks the model or ends, and then has all requests answered as one batch.
 
-    Outside ``run``, requests are answered one at a time in the order in which they come.
+    Outside ``run``, requests are answered one at a time in the order in which they come. Runs
+    take turns.
 
     Caveat: environments and bank calls of different episodes no longer overlap, and a round takes
     as long as its longest answer.
@@ -63,7 +66,7 @@ class Rounds(LLM):
         self.llm, self.name, self.tokenizer = llm, llm.name, llm.tokenizer
         self.supports_choices = llm.supports_choices
         self._run: _Run | None = None
-        self._alone = asyncio.Lock()
+        self._alone, self._turn = asyncio.Lock(), asyncio.Lock()
 
     @property
     def version(self) -> int:  # type: ignore[override]  # a live value here, a default in the base
@@ -77,11 +80,12 @@ class Rounds(LLM):
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
         """Sample one response, with the other requests of the round."""
-        if (run := self._run) is None:
+        mine, place = _WORK.get()
+        if (run := self._run) is None or run is not mine:
             async with self._alone:
                 return await self.llm.generate(prompt, sampling)
         answer = asyncio.get_running_loop().create_future()
-        run.asked.append(_Asked(_PLACE.get(), answer, prompt, sampling))
+        run.asked.append(_Asked(place, answer, prompt, sampling))
         run.stopped.set()
         return await answer
 
@@ -90,12 +94,16 @@ class Rounds(LLM):
 
         What one of them raises ends all others.
         """
+        async with self._turn:
+            return await self._ran(work, most)
+
+    async def _ran(self, work: Sequence[Coroutine[Any, Any, T]], most: int) -> list[T]:
         run, left = _Run(), deque(enumerate(work))
         tasks: list[asyncio.Task[T]] = []
         self._run = run
 
         async def placed(place: int, one: Coroutine[Any, Any, T]) -> T:
-            _PLACE.set(place)
+            _WORK.set((run, place))
             return await one
 
         async def stopped() -> None:
@@ -118,7 +126,9 @@ class Rounds(LLM):
                             one.answer.set_exception(answer)
                         else:
                             one.answer.set_result(answer)
-                    await stopped()
+                    asks = any(one.place == place for one in run.asked)
+                    if not asks and not tasks[place].done():  # as work does that gave up waiting
+                        await stopped()
                 while left and sum(not task.done() for task in tasks) < most:
                     tasks.append(asyncio.create_task(placed(*left.popleft())))
                     tasks[-1].add_done_callback(lambda _: run.stopped.set())
