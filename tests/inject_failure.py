@@ -97,7 +97,9 @@ def inject(kind: str, moment: int) -> None:
 
     def hook(frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(ROOT) and late():
+        # Where a coroutine goes on, what a hook raises would skip the coroutine's own handlers.
+        begins = event == "call" and frame.f_lineno == code.co_firstlineno
+        if begins and code.co_filename.startswith(ROOT) and late():
             sys.setprofile(None)
             fail(kind)
 

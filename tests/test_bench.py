@@ -149,7 +149,8 @@ def test_a_server_that_goes_down_stops_the_run_and_costs_nothing_once_it_is_back
     found = logged(tmp_path)
     good = {one.key for one in found if not one.error}
     failed = [one for one in found if one.error and not one.stopped]
-    assert 0 < len(good) < 20 and len(failed) in (3, 4)  # one per slot may end meanwhile
+    # The last good answer may come late and begin the count anew; one per slot may end meanwhile.
+    assert 0 < len(good) < 20 and 3 <= len(failed) <= 6
     assert all(one.again and "503" in (one.error or "") for one in failed)
     report = json.loads((tmp_path / "r.json").read_text())["report"]
     assert report["tasks"][0]["failed"] == report["tasks"][0]["again"] == len(failed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from contextlib import contextmanager
 from pathlib import Path
@@ -163,6 +164,27 @@ async def test_who_asks_from_outside_a_run_is_answered_alone_and_runs_take_turns
 
     runs = [rounds.run([work(name)], most=1) for name in ("a", "b")]
     assert await asyncio.wait_for(asyncio.gather(outside(), *runs), 30) == ["OUTSIDE", ["A"], ["B"]]
+
+
+async def test_a_run_that_is_cancelled_leaves_no_work_behind(recwarn: Any) -> None:
+    rounds, ended = Rounds(Recorder()), []
+
+    async def work(name: str) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(name)
+
+    going = asyncio.create_task(rounds.run([work("a"), work("b")], most=1))
+    waiting = asyncio.create_task(rounds.run([work("c")], most=1))
+    await asyncio.sleep(0.01)
+    for task in (waiting, going):
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    gc.collect()
+    assert ended == ["a"] and not recwarn.list  # such as "coroutine was never awaited"
+    assert await rounds.run([ask(rounds, "d")], most=1)
 
 
 @pytest.fixture

@@ -550,10 +550,21 @@ def test_an_answer_lost_on_the_way_is_asked_for_again_with_the_same_key(
     assert texts(bank) == [f"entry {i}" for i in range(10)]
 
 
+def test_patience_begins_when_the_line_is_lost(url: str, bank: Bank) -> None:
+    port = int(url.rsplit(":", 1)[1])
+    with (
+        cutting(port, after=0.6) as (proxy, cuts),
+        xp.ExperienceBank(proxy, patience=0.3) as through,
+    ):
+        through.add("slow, then lost")
+        assert len(cuts) == 2
+    assert texts(bank) == ["slow, then lost"]
+
+
 @contextmanager
-def cutting(port: int) -> Iterator[tuple[str, list[bytes]]]:
-    """A proxy that drops the answer to every second connection; a client's second attempt comes on
-    a new one.
+def cutting(port: int, after: float = 0.0) -> Iterator[tuple[str, list[bytes]]]:
+    """A proxy that drops the answer to every second connection, ``after`` so many seconds; a
+    client's second attempt comes on a new one.
     """
     listener = socket.create_server(("127.0.0.1", 0))
     cuts: list[bytes] = []
@@ -571,6 +582,7 @@ def cutting(port: int) -> Iterator[tuple[str, list[bytes]]]:
                 if number % 2:
                     caller.sendall(answer.replace(b"\r\n", b"\r\nconnection: close\r\n", 1))
                 else:
+                    time.sleep(after)
                     cuts.append(request)
 
     thread = threading.Thread(target=carry, daemon=True)

@@ -23,7 +23,7 @@ KINDS = ("disk", "interrupt", "bank", "environment", "memory", "gpu-memory", "ca
 MOST_CALLS = {"environment": 8, "gpu-memory": 1, "callback": 3}
 """Calls that this kind of failure can interrupt, at least, until the run ends: eight episodes may
 end with a lucky first pull each."""
-CALLS = 2000
+CALLS = 1400
 
 
 def run_cases(cases: list[dict[str, Any]], folder: Path) -> list[int]:

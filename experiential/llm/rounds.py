@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from experiential.llm.base import LLM, Prompt, SamplingParams
+from experiential.sync import cancel_tasks
 from experiential.types import Generation
 
 T = TypeVar("T")
@@ -94,8 +95,12 @@ class Rounds(LLM):
 
         What one of them raises ends all others.
         """
-        async with self._turn:
-            return await self._ran(work, most)
+        try:
+            async with self._turn:
+                return await self._ran(work, most)
+        finally:
+            for one in work:
+                one.close()  # what never began
 
     async def _ran(self, work: Sequence[Coroutine[Any, Any, T]], most: int) -> list[T]:
         run, left = _Run(), deque(enumerate(work))
@@ -138,11 +143,7 @@ class Rounds(LLM):
             return [task.result() for task in tasks]
         finally:
             self._run = None
-            for _, waiting in left:
-                waiting.close()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_tasks(tasks)
 
     async def _answers(self, asked: Sequence[_Asked]) -> list[Generation | BaseException]:
         """Have all requests answered as one batch; return an answer or error for each."""

@@ -107,7 +107,7 @@ class Connection:
         self, name: str, namespace: str, content: bytes, headers: dict[str, str]
     ) -> httpx.Response:
         """Send a request until it is answered, or patience has ended."""
-        until, pause = time.monotonic() + self._patience, 0.05
+        until, pause = 0.0, 0.05
         while True:
             try:
                 return self._opened().post(
@@ -125,6 +125,7 @@ class Connection:
                         f"Expected an answer from the bank server at {self.url} within"
                         f" {self._timeout} s, got none; a write may have been made"
                     ) from error
+                until = until or time.monotonic() + self._patience  # from the first loss on
                 if time.monotonic() + pause > until:
                     raise BankError(
                         f"Expected a bank server at {self.url}, got {type(error).__name__}:"
