@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -21,6 +22,13 @@ for name, value in {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }.items():
     os.environ.setdefault(name, value)
+
+
+@pytest.fixture(autouse=True)
+def _same_weights() -> None:  # pyright: ignore[reportUnusedFunction]
+    """Let what torch draws without a seed of its own, such as LoRA's start, be the same always."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

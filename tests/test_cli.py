@@ -688,6 +688,16 @@ def test_a_real_run_is_resumed_and_evaluated(
         "eval", output, "eval.worlds=1", "--output", evaluated, "--arms", "on,off", "--no-resume"
     )
     assert code == 0 and out.count("evaluation at step 2") == 2 and "report.html" in out
+    assert "writes nothing" not in out
+    keeping = [
+        "extractor.distill=false",
+        "extractor.train=false",
+        "eval.worlds=1",
+        "--output",
+        tmp_path / "kept",
+    ]
+    code, out, _ = run_main("eval", output, *keeping, "--arms", "on", "--plain")
+    assert code == 0 and "arm 'on' writes nothing between visits" in out
     assert run_main("bank", "stats", output / "bank")[0] == 0
     assert sorted((path, path.stat().st_mtime_ns) for path in output.rglob("*")) == before
 

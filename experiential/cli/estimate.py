@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from experiential.config import Experiment
+from experiential.llm.metered import in_dollars
 
 if TYPE_CHECKING:
     from experiential.evaluation.stream import StreamPlan
@@ -150,7 +151,7 @@ def describe_suite(
     if measured := [one.spent for one in logged.values() if one.spent.tokens and not one.again]:
         mean = sum(one.tokens for one in measured) / len(measured)
         dollars = [one.cost for one in measured if one.cost is not None]
-        cost = f", ${episodes * sum(dollars) / len(dollars):,.2f}" if dollars else ""
+        cost = f", {in_dollars(episodes * sum(dollars) / len(dollars))}" if dollars else ""
         tokens = f"about {episodes * mean:,.0f} tokens{cost}"
         yield f"by the {len(measured):,} episodes in the log: {tokens}"
 
@@ -217,7 +218,8 @@ def describe_bound(most: Bound, price: tuple[float, float] | None) -> Iterator[s
     if price is None:
         yield "cost: unknown; pass --price IN OUT"
     else:
-        yield f"cost: at most about ${(read * price[0] + written * price[1]) / 1e6:,.2f}"
+        most = (read * price[0] + written * price[1]) / 1e6
+        yield f"cost: at most about {in_dollars(float(most))}"
 
 
 def observation_tokens(cell: PlannedCell, plan: Plan) -> int:

@@ -33,6 +33,7 @@ UNTRAINED = (
 """Overrides that put another model in the place of a run's weights."""
 CARD, PICTURE, PAGE, CELLS = "card.json", "report.png", "report.html", "cells"
 """Names of the files and the folder that an evaluation writes into its output folder."""
+_SILENT = "its arm 'on' writes nothing between visits; extractor.distill=true lets it"
 
 
 def evaluate(
@@ -84,6 +85,10 @@ def evaluate(
     from experiential.evaluation.card import make_card
 
     console = Console(stderr=as_json)
+    for run in runs:
+        extractor = run.experiment.extractor
+        if "on" in wanted and extractor.enabled and not extractor.distill:
+            show_line(console, f"note: {run.name} has extractor.distill=false: {_SILENT}")
     cells, spent = _play(runs, wanted, output / CELLS, resume, console)
     card = make_card(cells, arms=wanted, overrides=overrides)
     text = card.model_dump_json(indent=1) + "\n"

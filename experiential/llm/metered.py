@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from contextlib import AbstractContextManager
@@ -10,6 +11,17 @@ from typing import Any
 from experiential.errors import NoAnswerError
 from experiential.llm.base import LLM, Prompt, SamplingParams
 from experiential.types import Generation, Record, Usage
+
+
+def in_dollars(amount: float) -> str:
+    """Return an amount in words, less than a cent with its first two digits.
+
+    >>> in_dollars(1234.5), in_dollars(0.000123), in_dollars(0)
+    ('$1,234.50', '$0.00012', '$0.00')
+    """
+    if not 0 < amount < 0.01:
+        return f"${amount:,.2f}"
+    return f"${amount:.{1 - math.floor(math.log10(amount))}f}"
 
 
 class Spent(Record):
@@ -53,7 +65,7 @@ class Spent(Record):
         )
         if self.tokens and self.unreported:
             words += f" and those of {self.unreported:,} replies that report none"
-        return words if self.cost is None else f"{words}, ${self.cost:,.2f}"
+        return words if self.cost is None else f"{words}, {in_dollars(self.cost)}"
 
     def __add__(self, other: Spent) -> Spent:
         """Add two costs; the seconds add up too, so the two must not have run at one time."""
