@@ -19,6 +19,7 @@ from experiential.training.runtime import LossSettings, Sample, sample_from_gene
 from experiential.training.trainer import Trainer
 from experiential.types import Generation
 from tests.cluster.experiments import cluster_experiment
+from tests.cluster.kills import kill
 
 pytest.importorskip("ray", reason="Ray is not installed; `make test-cluster` runs these tests")
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test-cluster` runs these tests")
@@ -286,7 +287,7 @@ async def test_a_checkpoint_is_resumed_on_two_ranks_with_zero_3_and_a_dead_rank_
     drawn = samples_of(await responses(other))
     assert kl(flat(await other.score(drawn)), flat([s.logprobs for s in drawn])) < 1e-3
 
-    ray_with_gpus.kill(other._ranks[1])
+    kill(ray_with_gpus, other._ranks[1])
     with pytest.raises(BackendError, match="wide rank 1 to be alive"):
         await other.train(samples, LossSettings(kind="cispo"))
     other.close()

@@ -28,6 +28,7 @@ from experiential.training.openrlhf.supervisor import joined_ray
 from experiential.types import Condition, Message
 from experiential.wrappers.experience import ExperienceWrapper
 from experiential.wrappers.search_and_ask import SearchAndAskWrapper
+from tests.cluster.kills import kill
 from tests.cluster.worlds import SLEEPY
 from tests.wrapper_worlds import CountingManager
 
@@ -287,7 +288,7 @@ async def test_a_step_of_a_lost_episode_names_the_end_of_its_worker(
     first, second = workers.make(sleepy(), {}), workers.make(sleepy(), {})
     for env in (first, second):
         env.reset(seed=0)
-    ray_cluster.kill(workers.workers[0].current.handle)
+    kill(ray_cluster, workers.workers[0].current.handle)
     for _ in range(2):
         with pytest.raises(EnvError, match="env worker 0 on .* died"):
             await first.astep("sleep")
@@ -299,11 +300,11 @@ async def test_without_restarts_others_take_over_and_the_last_one_ends_the_run(
 ) -> None:
     with EnvWorkers(cluster(restarts=0)) as workers, rollout(workers, sleepy(), 2) as play:
         assert errors(await play.play(jobs("", ""))) == [None, None]
-        ray_cluster.kill(workers.workers[0].current.handle)
+        kill(ray_cluster, workers.workers[0].current.handle)
         first, second = errors(await play.play(jobs("", "")))
         assert first is not None and "env worker 0" in first and second is None
         assert errors(await play.play(jobs("", ""))) == [None, None]
-        ray_cluster.kill(workers.workers[1].current.handle)
+        kill(ray_cluster, workers.workers[1].current.handle)
         assert all("env worker 1" in str(error) for error in errors(await play.play(jobs("", ""))))
         with pytest.raises(
             ExperientialError,

@@ -17,6 +17,7 @@ from experiential.errors import BackendError
 from experiential.llm.base import SamplingParams
 from experiential.training.runtime import LossSettings, Sample, sample_from_generation
 from tests.cluster.experiments import cluster_experiment
+from tests.cluster.kills import kill
 
 pytest.importorskip("ray", reason="Ray is not installed; `make test-cluster` runs these tests")
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test-cluster` runs these tests")
@@ -137,7 +138,7 @@ async def test_a_killed_engine_is_named_and_not_started_again(policies: tuple[An
     import ray
 
     actor, _ = policies
-    ray.kill(actor._engines.handles[0])
+    kill(ray, actor._engines.handles[0])
     with pytest.raises(BackendError, match="actor engine 0 to be alive"):
         await drawn(actor, 0)
     with pytest.raises(
