@@ -4,7 +4,9 @@ base alone.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ import torch
 
 from experiential.config import LoraSettings, ModelSettings, OptimSettings
 from experiential.llm.base import SamplingParams
+from experiential.llm.models import adapter_and_base, load_model
+from experiential.llm.transformers import TransformersLLM
 from experiential.training.local import LocalRuntime, build_runtimes
 from experiential.training.runtime import LossSettings, sample_from_generation
 from experiential.types import Message
@@ -90,4 +94,29 @@ async def test_an_adapter_is_saved_and_loaded(
     await actor.load(tmp_path / "state")
     assert all(torch.equal(p, kept[n]) for n, p in named(actor, ".actor.").items())
     await actor.export(tmp_path / "export")
-    assert list((tmp_path / "export").rglob("adapter_model.safetensors"))
+    assert (tmp_path / "export" / "adapter_model.safetensors").is_file()
+
+
+async def test_an_exported_adapter_plays_as_it_was_trained_and_is_a_start(
+    pair: tuple[LocalRuntime, LocalRuntime], tmp_path: Path
+) -> None:
+    actor, _ = pair
+    await learn(actor, steps=8)
+    greedy = SamplingParams(temperature=0, max_tokens=6)
+    trained = await actor.generate(PROMPT, greedy)
+    await actor.export(tmp_path / "export")
+    with closing(TransformersLLM(str(tmp_path / "export"))) as llm:
+        again = await llm.generate(PROMPT, greedy)
+    assert (again.text, again.logprobs) == (trained.text, trained.logprobs)
+    model, _ = load_model(ModelSettings(name=str(tmp_path / "export"), lora=LoraSettings()))
+    ids = torch.tensor([trained.prompt_ids])
+    from transformers import AutoModelForCausalLM
+
+    other = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    with torch.no_grad():
+        logits = [one(ids).logits for one in (model, other)]
+    assert torch.allclose(*logits, atol=1e-4)
+    moved = json.loads((tmp_path / "export" / "adapter_config.json").read_text())
+    moved["base_model_name_or_path"] = "/home/elsewhere/models/tiny"
+    (tmp_path / "export" / "adapter_config.json").write_text(json.dumps(moved))
+    assert adapter_and_base(str(tmp_path / "export"))[1] == "tiny"

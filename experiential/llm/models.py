@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -30,6 +31,9 @@ from experiential.errors import (
 from experiential.llm.base import IN_PROCESS, LLM, SamplingParams, open_llm
 
 _TINY = Path(__file__).parent / "tiny"
+_ADAPTER = "adapter_config.json"
+PACKAGED = ("tiny", "smollm2")
+"""Models that come from packages; the folder of each begins with its name."""
 _NARROWEST_BFLOAT16 = 512
 """Width below which products in bfloat16 gain less than their conversions cost, as measured."""
 
@@ -152,9 +156,9 @@ def resolve_model(name: str) -> Path | str:
         return converted
     path = Path(name).expanduser()
     if name and path.is_dir():
-        if not (path / "config.json").exists():
+        if not any((path / file).exists() for file in ("config.json", _ADAPTER)):
             raise ModelNotFoundError(
-                f"Expected a model folder with config.json, got {name!r} without one"
+                f"Expected a model folder with config.json or {_ADAPTER}, got {name!r} without one"
             )
         return path
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or not name:
@@ -163,6 +167,28 @@ def resolve_model(name: str) -> Path | str:
             " exist"
         )
     return name
+
+
+def adapter_and_base(name: str) -> tuple[Path | None, str]:
+    """Return the folder of a LoRA adapter and the model it goes over, or None and ``name``.
+
+    Raises:
+        ModelNotFoundError: the folder does not name its base.
+    """
+    folder = Path(resolve_model(name))
+    if not (folder / _ADAPTER).exists():
+        return None, name
+    try:
+        base = json.loads((folder / _ADAPTER).read_text("utf-8"))["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelNotFoundError(
+            f"Expected the base of an adapter in {folder / _ADAPTER}, got {error!r}; export it"
+            " again"
+        ) from error
+    known = Path(str(base)).name.partition("-")[0]
+    if known in PACKAGED and not Path(str(base)).exists():
+        return folder, known  # trained on another machine
+    return folder, str(base)
 
 
 def load_tokenizer(name: str) -> Any:
@@ -174,11 +200,14 @@ def load_tokenizer(name: str) -> Any:
     return tokenizer
 
 
-def load_model(settings: ModelSettings, *, adapters: Sequence[str] = ()) -> tuple[Any, Any]:
+def load_model(
+    settings: ModelSettings, *, adapters: Sequence[str] = (), merge: bool = True
+) -> tuple[Any, Any]:
     """Return ``(model, tokenizer)`` in evaluation mode, on the device and in the precision set.
 
     With ``lora`` set the base is frozen and gets one adapter per name in ``adapters``, by default
-    "default".
+    "default". The adapter of a folder that holds one is added to the weights of its base, or
+    without ``merge`` put over them, as it was in training.
     """
     tokenizer = load_tokenizer(settings.name)
     import torch
@@ -190,7 +219,12 @@ def load_model(settings: ModelSettings, *, adapters: Sequence[str] = ()) -> tupl
     log.disable_progress_bar()
     try:
         dtype = getattr(torch, resolve_dtype(settings))
-        model = _load("AutoModelForCausalLM", settings.name, dtype=dtype)
+        folder, base = adapter_and_base(settings.name)
+        first = torch.float32 if folder and merge else dtype  # little of an adapter is left in less
+        model = _load("AutoModelForCausalLM", base, dtype=first)
+        if folder:
+            model = _adapted(model, folder)
+            model = model.merge_and_unload().to(dtype) if merge else model
     finally:
         if bars:
             log.enable_progress_bar()
@@ -218,7 +252,7 @@ def resolve_dtype(settings: ModelSettings) -> str:
     """
     if settings.dtype != "auto":
         return settings.dtype
-    config: Any = _load("AutoConfig", settings.name)
+    config: Any = _load("AutoConfig", adapter_and_base(settings.name)[1])
     if getattr(config.get_text_config(), "hidden_size", 0) < _NARROWEST_BFLOAT16:
         return "float32"
     return "bfloat16" if computes_bfloat16(resolve_device(settings.device)) else "float32"
@@ -233,6 +267,14 @@ def computes_bfloat16(device: str) -> bool:
     tell: Any = getattr(torch.cpu, "get_capabilities", None)  # an old torch cannot tell
     found: dict[str, bool] = tell() if tell is not None else {}
     return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+
+
+def _adapted(model: Any, folder: Path) -> Any:
+    """Put the adapter of a folder over a model."""
+    require("local", "peft")
+    import peft
+
+    return peft.PeftModel.from_pretrained(model, str(folder))
 
 
 def add_adapters(model: Any, lora: LoraSettings, names: Sequence[str]) -> Any:

@@ -81,7 +81,8 @@ class TransformersLLM(LLM):
         if isinstance(model, str):
             from experiential.llm.models import load_model
 
-            self.model, found = load_model(ModelSettings(name=model, dtype=dtype, device=device))
+            settings = ModelSettings(name=model, dtype=dtype, device=device)
+            self.model, found = load_model(settings, merge=False)
             self.tokenizer = found if tokenizer is None else tokenizer
         elif tokenizer is None:
             raise ValueError("Expected a tokenizer with a loaded model, got None; pass tokenizer=")

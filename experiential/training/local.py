@@ -229,8 +229,13 @@ class LocalRuntime(PolicyRuntime):
 
         def write() -> None:
             folder.mkdir(parents=True, exist_ok=True)
-            adapter = {} if self.llm.adapter is None else {"selected_adapters": [self.llm.adapter]}
-            self._model.save_pretrained(folder, **adapter)
+            if (adapter := self.llm.adapter) is None:
+                self._model.save_pretrained(folder)
+            else:  # peft writes it into a folder of its own name
+                self._model.save_pretrained(folder, selected_adapters=[adapter])
+                for file in (folder / adapter).iterdir():
+                    file.replace(folder / file.name)
+                (folder / adapter).rmdir()
             self.tokenizer.save_pretrained(folder)
 
         await self.llm.executor.run(write, priority=0)
