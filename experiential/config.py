@@ -146,7 +146,8 @@ class ModelSettings(Settings):
     """Choose the weights, their device and their precision."""
 
     name: str = "tiny"
-    """tiny, smollm2, a folder in Hugging Face format, a hub name, or the name at the server"""
+    """tiny, smollm2, a folder in Hugging Face format (weights, or a LoRA adapter to be added to
+    its base), a hub name, or the name at the server"""
     server: ServerSettings | None = None
     """who answers in place of weights loaded here; needs runtime: frozen"""
     generator: Literal["engine", "vllm"] = "engine"

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from experiential.config import LoraSettings, ModelSettings, OptimSettings
+from experiential.errors import ModelNotFoundError
 from experiential.llm.base import SamplingParams
-from experiential.llm.models import adapter_and_base, load_model
+from experiential.llm.models import adapter_and_base, load_model, resolve_model
 from experiential.llm.transformers import TransformersLLM
 from experiential.training.local import LocalRuntime, build_runtimes
 from experiential.training.runtime import LossSettings, sample_from_generation
@@ -116,6 +117,8 @@ async def test_an_exported_adapter_plays_as_it_was_trained_and_is_a_start(
     with torch.no_grad():
         logits = [one(ids).logits for one in (model, other)]
     assert torch.allclose(*logits, atol=1e-4)
+    with pytest.raises(ModelNotFoundError, match="merge it first"):
+        resolve_model(str(tmp_path / "export"))
     moved = json.loads((tmp_path / "export" / "adapter_config.json").read_text())
     moved["base_model_name_or_path"] = "/home/elsewhere/models/tiny"
     (tmp_path / "export" / "adapter_config.json").write_text(json.dumps(moved))

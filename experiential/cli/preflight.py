@@ -19,7 +19,7 @@ from experiential.cli.trackers import TRACKERS
 from experiential.config import Experiment, ModelSettings
 from experiential.errors import CheckpointError, ConfigError, MissingExtraError, ModelNotFoundError
 from experiential.llm.base import IN_PROCESS
-from experiential.llm.models import check_server, resolve_model
+from experiential.llm.models import ADAPTER, check_server, resolve_model
 from experiential.plugins import Kind, known_names, resolve
 from experiential.training.advantages import ESTIMATORS
 from experiential.training.runtime import LOSSES, METHODS, RUNTIMES
@@ -136,8 +136,9 @@ def check_model(model: ModelSettings, *, installed: bool = True) -> None:
     if model.server is not None and model.server.backend not in IN_PROCESS:
         check_server(model)
         return
-    packages = ["torch", "transformers", "safetensors"] + (["peft"] if model.lora else [])
     backend = model.generator if model.server is None else model.server.backend
+    adapter = (Path(model.name).expanduser() / ADAPTER).exists()
+    packages = ["torch", "transformers", "safetensors"] + ["peft"] * bool(adapter or model.lora)
     if backend == "vllm":
         packages.append("vllm")
     for package in packages if installed else ():
@@ -150,7 +151,7 @@ def check_model(model: ModelSettings, *, installed: bool = True) -> None:
             )
         return
     near = difflib.get_close_matches(model.name, ("tiny", "smollm2"), n=1, cutoff=0.6)
-    if not isinstance(resolve_model(model.name), Path) and near:
+    if not isinstance(resolve_model(model.name, adapters=backend != "vllm"), Path) and near:
         raise ModelNotFoundError(
             f"Expected tiny, smollm2, a model folder or a hub name, got {model.name!r}; did you"
             f" mean {near[0]!r}?"

