@@ -15,7 +15,7 @@ import torch
 from experiential.config import LoraSettings, ModelSettings, OptimSettings
 from experiential.errors import ModelNotFoundError
 from experiential.llm.base import SamplingParams
-from experiential.llm.models import adapter_and_base, load_model, resolve_model
+from experiential.llm.models import adapter_and_base, load_model, resolve_dtype, resolve_model
 from experiential.llm.transformers import TransformersLLM
 from experiential.training.local import LocalRuntime, build_runtimes
 from experiential.training.runtime import LossSettings, sample_from_generation
@@ -119,6 +119,34 @@ async def test_an_exported_adapter_plays_as_it_was_trained_and_is_a_start(
     assert torch.allclose(*logits, atol=1e-4)
     with pytest.raises(ModelNotFoundError, match="merge it first"):
         resolve_model(str(tmp_path / "export"))
+
+
+async def test_an_adapter_over_an_adapter_is_exported_and_played(
+    pair: tuple[LocalRuntime, LocalRuntime], tmp_path: Path
+) -> None:
+    greedy, name = SamplingParams(temperature=0, max_tokens=6), str(tmp_path / "first")
+    await learn(pair[0], steps=8)
+    await pair[0].export(tmp_path / "first")
+    options = (OptimSettings(lr=1e-2), OptimSettings(lr=1e-2))
+    lora = ModelSettings(name=name, device="cpu", lora=LoraSettings(rank=2))
+    seconds = build_runtimes(lora, None, options, references=(False, False))
+    try:
+        await learn(seconds[0], steps=8)
+        trained = await seconds[0].generate(PROMPT, greedy)
+        await seconds[0].export(tmp_path / "second")
+    finally:
+        for runtime in seconds:
+            runtime.close()
+    with closing(TransformersLLM(str(tmp_path / "second"))) as llm:
+        again = await llm.generate(PROMPT, greedy)
+    assert (again.text, again.logprobs) == (trained.text, trained.logprobs)
+    assert resolve_dtype(ModelSettings(name=str(tmp_path / "second"))) == "float32"
+
+
+async def test_the_base_of_an_adapter_from_another_machine_is_found(
+    pair: tuple[LocalRuntime, LocalRuntime], tmp_path: Path
+) -> None:
+    await pair[0].export(tmp_path / "export")
     moved = json.loads((tmp_path / "export" / "adapter_config.json").read_text())
     moved["base_model_name_or_path"] = "/home/elsewhere/models/tiny"
     (tmp_path / "export" / "adapter_config.json").write_text(json.dumps(moved))

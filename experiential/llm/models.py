@@ -225,12 +225,7 @@ def load_model(
     log.disable_progress_bar()
     try:
         dtype = getattr(torch, resolve_dtype(settings))
-        folder, base = adapter_and_base(settings.name)
-        first = torch.float32 if folder and merge else dtype  # little of an adapter is left in less
-        model = _load("AutoModelForCausalLM", base, dtype=first)
-        if folder:
-            model = _adapted(model, folder)
-            model = model.merge_and_unload().to(dtype) if merge else model
+        model = _weights(settings.name, dtype, merge)
     finally:
         if bars:
             log.enable_progress_bar()
@@ -258,7 +253,9 @@ def resolve_dtype(settings: ModelSettings) -> str:
     """
     if settings.dtype != "auto":
         return settings.dtype
-    _, base = adapter_and_base(settings.name)
+    folder, base = adapter_and_base(settings.name)
+    while folder:
+        folder, base = adapter_and_base(base)
     config: Any = _load("AutoConfig", base)
     if getattr(config.get_text_config(), "hidden_size", 0) < _NARROWEST_BFLOAT16:
         return "float32"
@@ -276,12 +273,23 @@ def computes_bfloat16(device: str) -> bool:
     return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
 
 
-def _adapted(model: Any, folder: Path) -> Any:
-    """Put the adapter of a folder over a model."""
+def _weights(name: str, dtype: Any, merge: bool) -> Any:
+    """Return a model; the adapter of a folder that holds one is merged, or put over its base."""
+    folder, base = adapter_and_base(name)
+    if folder is None:
+        return _load("AutoModelForCausalLM", name, dtype=dtype)
     require("local", "peft")
     import peft
+    import torch
 
-    return peft.PeftModel.from_pretrained(model, str(folder))
+    # Merged in float32: of an adapter's small weights little is left in fewer bits.
+    model = _weights(base, torch.float32 if merge else dtype, merge=True)
+    adapted: Any = peft.PeftModel.from_pretrained(model, str(folder))
+    if not merge:
+        return adapted
+    merged = adapted.merge_and_unload().to(dtype)
+    merged.name_or_path = str(folder.resolve())  # what an adapter trained over it names as its base
+    return merged
 
 
 def add_adapters(model: Any, lora: LoraSettings, names: Sequence[str]) -> Any:

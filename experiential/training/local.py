@@ -232,7 +232,9 @@ class LocalRuntime(PolicyRuntime):
             if (adapter := self.llm.adapter) is None:
                 self._model.save_pretrained(folder)
             else:  # peft writes it into a folder of its own name
-                self._model.save_pretrained(folder, selected_adapters=[adapter])
+                self._model.save_pretrained(
+                    folder, selected_adapters=[adapter], save_embedding_layers=False
+                )
                 for file in (folder / adapter).iterdir():
                     file.replace(folder / file.name)
                 (folder / adapter).rmdir()
