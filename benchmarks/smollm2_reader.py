@@ -19,10 +19,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from experiential.bank.folder import FolderBank
 from experiential.envs import random_agent
 from experiential.envs.make import make
-from experiential.evaluation.intervals import RATE, clustered_mean, paired_difference
+from experiential.evaluation.intervals import GAIN, RATE, clustered_mean, paired_difference
 from experiential.evaluation.page import show_percent, show_points
 from experiential.evaluation.visits import later
 
@@ -49,11 +51,18 @@ def print_table() -> None:
     found: dict[str, Any] = json.loads(RESULTS.read_text("utf-8"))
     print("| Entries | start | trained | trained - start, points |\n|---|---|---|---|")
     for name, arms in found["outcomes"].items():
-        visits = len(arms["trained"][0])
-        rates = {arm: later([row[:visits] for row in rows]) for arm, rows in arms.items()}
-        shown = [show_percent(clustered_mean(one[None], bounds=RATE)) for one in rates.values()]
-        gain = show_points(paired_difference(rates["trained"], rates["start"]))
-        print(f"| {name} | {' | '.join(shown)} | {gain} |")
+        seeds = list(arms["trained"].values()) if isinstance(arms["trained"], dict) else None
+        trained = np.array(seeds or [arms["trained"]])  # seeds, vaults, visits
+        start = np.array(arms["start"])[:, : trained.shape[2]]
+        rates = later(start)[None], np.array([later(one) for one in trained])
+        shown = [show_percent(clustered_mean(one, bounds=RATE)) for one in rates]
+        gain = (
+            clustered_mean(rates[1] - rates[0], bounds=GAIN)
+            if seeds
+            else paired_difference(rates[1][0], rates[0][0])
+        )
+        each = f" ({', '.join(f'{100 * one.mean():.0f}' for one in rates[1])})" if seeds else ""
+        print(f"| {name} | {shown[0]} | {shown[1]}{each} | {show_points(gain)} |")
 
 
 def main() -> None:
