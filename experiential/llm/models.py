@@ -284,7 +284,8 @@ def _weights(name: str, dtype: Any, merge: bool) -> Any:
 
     # Merged in float32: of an adapter's small weights little is left in fewer bits.
     model = _weights(base, torch.float32 if merge else dtype, merge=True)
-    adapted: Any = peft.PeftModel.from_pretrained(model, str(folder))
+    adapters: Any = peft.PeftModel
+    adapted = adapters.from_pretrained(model, str(folder))
     if not merge:
         return adapted
     merged = adapted.merge_and_unload().to(dtype)
