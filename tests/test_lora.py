@@ -147,7 +147,12 @@ async def test_the_base_of_an_adapter_from_another_machine_is_found(
     pair: tuple[LocalRuntime, LocalRuntime], tmp_path: Path
 ) -> None:
     await pair[0].export(tmp_path / "export")
-    moved = json.loads((tmp_path / "export" / "adapter_config.json").read_text())
-    moved["base_model_name_or_path"] = "/home/elsewhere/models/tiny"
-    (tmp_path / "export" / "adapter_config.json").write_text(json.dumps(moved))
-    assert adapter_and_base(str(tmp_path / "export"))[1] == "tiny"
+    file = tmp_path / "export" / "adapter_config.json"
+    written = json.loads(file.read_text())
+    for base, found in {
+        "/home/elsewhere/site-packages/experiential/llm/tiny": "tiny",
+        "/home/elsewhere/tiny-llama": "/home/elsewhere/tiny-llama",
+        "someone/tiny-llama": "someone/tiny-llama",
+    }.items():
+        file.write_text(json.dumps(written | {"base_model_name_or_path": base}))
+        assert adapter_and_base(str(tmp_path / "export"))[1] == found

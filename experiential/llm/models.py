@@ -33,8 +33,6 @@ from experiential.llm.base import IN_PROCESS, LLM, SamplingParams, open_llm
 _TINY = Path(__file__).parent / "tiny"
 ADAPTER = "adapter_config.json"
 """File by which a folder with a LoRA adapter is known."""
-PACKAGED = ("tiny", "smollm2")
-"""Models that come from packages; the folder of each begins with its name."""
 _NARROWEST_BFLOAT16 = 512
 """Width below which products in bfloat16 gain less than their conversions cost, as measured."""
 
@@ -191,9 +189,12 @@ def adapter_and_base(name: str) -> tuple[Path | None, str]:
         raise ModelNotFoundError(
             f"Expected the base of an adapter in {folder / ADAPTER}, got {error!r}; export it again"
         ) from error
-    known = Path(str(base)).name.partition("-")[0]
-    if known in PACKAGED and not Path(str(base)).exists():
-        return folder, known  # trained on another machine
+    place = Path(str(base))
+    known = place.name.partition("-")[0]
+    elsewhere = place.is_absolute() and not place.exists() and known in ("tiny", "smollm2")
+    # The folder of smollm2 names a digest of its weights.
+    if elsewhere and place.parts[-2:] == Path(resolve_model(known)).parts[-2:]:
+        return folder, known
     return folder, str(base)
 
 
