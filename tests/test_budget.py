@@ -32,11 +32,16 @@ def test_training_stops_with_a_checkpoint_reports_what_it_took_and_goes_on(
     plain = ("--recipe", "frozen", "--output", folder, "--plain")
     code, out, error = run("train", *plain, *SMALL, *first, "run.checkpoint_every=0")
     assert code == 1 and error.count("\n") == 1, error
-    assert "max_total_tokens=250 of 'wise', got 2" in error and "go on with --resume" in error
+    assert (
+        "max_total_tokens=250 of 'wise', got 2" in error
+        and "go on with: experiential-train --resume" in error
+    )
     assert "Spent in steps and evaluations: actor " in out
     (saved,) = (folder / "checkpoints").glob("step-*")
     played = [e for e in read_events(folder / "metrics.jsonl") if e["event"] == "step"]
     assert saved.name == f"step-{len(played):06d}" and 0 < len(played) < 3
+    end = read_events(folder / "metrics.jsonl")[-1]
+    assert (end["event"], end["step"], end["reason"]) == ("end", len(played), "budget")
     step = played[0]
     for role in ("actor", "extractor"):
         replies = step[f"{role}_prompt_tokens"] / 9

@@ -5,8 +5,10 @@ written.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import closing
 from datetime import UTC, datetime
@@ -91,7 +93,7 @@ EVENTS: list[dict[str, Any]] = [
     {"event": "checkpoint", "step": 2, "path": "checkpoints/step-000002"},
     evaluation(2, "off", 2, 2, 2),
     evaluation(2, "on", 2, 16, 18),
-    {"event": "end", "step": 2, "seconds": 1.0},
+    {"event": "end", "step": 2, "reason": "steps", "seconds": 64.0},
 ]
 
 
@@ -112,7 +114,7 @@ class FakeTrainer:
         )
         FakeTrainer.seen.append(self)
 
-    def run(self) -> dict[str, Any]:
+    async def arun(self) -> dict[str, Any]:
         if FakeTrainer.error is not None:
             raise FakeTrainer.error
         with (self.output / "metrics.jsonl").open("a") as file:
@@ -120,6 +122,9 @@ class FakeTrainer:
                 file.write(json.dumps(event) + "\n")
                 assert self._observer is not None
                 self._observer(event)
+        checkpoint = self.output / "checkpoints" / "step-000002"
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        (checkpoint / "manifest.json").write_text("{}")
         return {"files": {"bank": str(self.output / "bank")}}
 
 
@@ -507,7 +512,16 @@ class TestFailures:
         self, run_train: Train, fake_trainer: type[FakeTrainer], tmp_path: Path
     ) -> None:
         fake_trainer.error = KeyboardInterrupt()  # type: ignore[assignment]  (raised like an exception)
-        assert run_train("--output", tmp_path / "run", "--plain")[0] == 130
+        folder = tmp_path / "my run"
+        code, _, said = run_train("--output", folder, "--plain")
+        command = f"experiential-train --resume --output '{folder}'"
+        begin = f"no checkpoint was saved yet; begin again with: {command}\n"
+        assert (code, said) == (130, begin + "error: interrupted\n")
+        fake_trainer.error = None
+        assert run_train("--resume", "--output", folder, "--plain")[0] == 0
+        fake_trainer.error = KeyboardInterrupt()  # type: ignore[assignment]
+        code, _, said = run_train("--resume", "--output", folder, "--plain")
+        assert said.startswith(f"saved is the checkpoint of step 2; go on with: {command}\n")
 
     def test_a_bug_keeps_its_traceback(
         self, run_train: Train, fake_trainer: type[FakeTrainer], tmp_path: Path
@@ -590,6 +604,25 @@ class TestTrain:
         assert second.experiment == first.experiment.model_copy(
             update={"run": first.experiment.run.model_copy(update={"steps": 12})}
         )
+
+    def test_resume_before_the_first_checkpoint_begins_again(
+        self, run_train: Train, fake_trainer: type[FakeTrainer], tmp_path: Path
+    ) -> None:
+        """What the half run has left is removed, so that nothing of it counts twice; its settings
+        stay.
+        """
+        run_train("--recipe", "static-online", "--output", tmp_path, "--plain", "seed=4")
+        shutil.rmtree(tmp_path / "checkpoints")  # as if it had been killed before
+        with ExperienceBank(tmp_path / "bank", embedder="hashing") as bank:
+            bank.add("Half a lesson.")
+            assert_user_error(run_train("--resume", "--output", tmp_path, "--plain"), "bank")
+        assert (tmp_path / "bank").exists(), "a run that another process writes was removed"
+        code, out, _ = run_train("--resume", "--output", tmp_path, "--plain")
+        first, second = fake_trainer.seen
+        assert code == 0 and "begins again at step 0" in out
+        assert second.resume is False and second.experiment == first.experiment
+        assert not (tmp_path / "bank").exists()
+        assert len(read_events(tmp_path / "metrics.jsonl")) == len(EVENTS)
 
     def test_overwrite_removes_the_run_and_nothing_else(
         self, run_train: Train, fake_trainer: type[FakeTrainer], tmp_path: Path
@@ -802,6 +835,12 @@ class TestReport:
         assert "[red]run/metrics.jsonl" in console.export_text()
 
 
+def shown(console: Console) -> str:
+    """Return what the live view drew since the last call."""
+    time.sleep(0.3)  # it draws four times a second
+    return console.export_text(clear=True)
+
+
 class TestView:
     """The live panel and the plain lines."""
 
@@ -817,8 +856,59 @@ class TestView:
             for event in EVENTS:
                 view.handle(event)
         text = console.export_text()
-        assert "2/2" in text and "guided 75%" in text and "staleness 1.0" in text
+        assert "done: all 2 steps" in text and "elapsed 1:04" in text
+        assert "guided 75%" in text and "staleness 1.0" in text
         assert "warning: one [episode] failed" in text
+
+    def test_live_view_fits_into_60_columns_and_names_every_time(self) -> None:
+        console = Console(force_terminal=True, width=60, record=True, file=StringIO())
+        with closing(LiveView(console)) as view:
+            loading = shown(console)
+            for event in EVENTS[:5]:
+                view.handle(event | {"elapsed_s": 7.0})
+            training = shown(console)
+        assert "loading models  elapsed 0:0" in loading and "?" not in loading
+        assert "training  step 1 of 2  elapsed 0:0" in training
+        assert "about 0:0" in training and training.count("left") == 1
+        assert "tokens/s 1,234" in training and "actor loss -0.010" in training
+
+    @pytest.mark.parametrize("live", [False, True])
+    @pytest.mark.parametrize(
+        ("minutes", "elapsed", "left"),
+        [(2.0, 63.0, "about 0:5"), (None, 60.5, "about 39:19"), (1.0, 90.0, "about 0:00")],
+    )
+    def test_time_left_respects_the_minutes_of_the_run(
+        self, live: bool, minutes: float | None, elapsed: float, left: str
+    ) -> None:
+        """2 of 80 steps have taken a minute: 39 more of them, or what is left of run.minutes."""
+        console = Console(width=300, record=True, file=StringIO(), force_terminal=live)
+        with closing(make_view(console, plain=not live)) as view:
+            view.handle({"event": "start", "step": 0, "steps": 80, "minutes": minutes})
+            view.handle({"event": "step", "step": 2, "elapsed_s": elapsed})
+            text = shown(console) if live else console.export_text(clear=False)
+        assert left in text and text.count("left") == 1
+
+    @pytest.mark.parametrize(
+        ("reason", "said"),
+        [
+            ("steps", "done: all 80 steps"),
+            ("minutes", "done after step 7 of 80: run.minutes=2 are over"),
+            ("budget", "stopped after step 7 of 80: the budget is spent"),
+            ("interrupted", "stopped after step 7 of 80: interrupted"),
+        ],
+    )
+    @pytest.mark.parametrize("live", [False, True])
+    def test_the_end_says_why(self, live: bool, reason: str, said: str) -> None:
+        console = Console(width=100, record=True, file=StringIO(), force_terminal=live)
+        with closing(make_view(console, plain=not live)) as view:
+            view.handle({"event": "start", "step": 0, "steps": 80, "minutes": 2})
+            view.handle({"event": "end", "step": 7, "reason": reason, "seconds": 160.0})
+        assert f"{said}" in console.export_text()
+
+    def test_a_resumed_run_says_from_which_step(self) -> None:
+        console = Console(width=100, record=True, file=StringIO())
+        make_view(console, plain=True).handle({"event": "start", "step": 5, "steps": 12})
+        assert console.export_text() == "going on after step 5 of 12\n"
 
 
 def test_tensorboard_scalars_can_be_read_back(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_weights_bank_loss_and_metrics_all_move(run: dict[str, Any]) -> None:
 def test_every_event_is_in_the_metrics_file(run: dict[str, Any]) -> None:
     written = read_events(run["folder"] / "metrics.jsonl")
     assert [e["event"] for e in written] == [e["event"] for e in run["events"]]
-    assert written[-1]["event"] == "end"
+    assert (written[-1]["event"], written[-1]["reason"]) == ("end", "steps")
 
 
 def test_free_episodes_never_use_an_entry_and_guided_ones_do(run: dict[str, Any]) -> None:
@@ -186,6 +186,8 @@ def test_a_run_whose_time_is_over_says_so(tmp_path: Path) -> None:
     )
     [said] = [event["text"] for event in seen if event["event"] == "warning"]
     assert said == "stopped after step 0 of 2: run.minutes=1e-09 are over"
+    assert (seen[0]["minutes"], seen[-1]["reason"]) == (1e-9, "minutes")
+    assert read_events(tmp_path / "metrics.jsonl")[-1]["reason"] == "minutes"
 
 
 def test_rollouts_may_run_ahead_of_updates_but_not_of_a_checkpoint(tmp_path: Path) -> None:
@@ -316,7 +318,7 @@ def test_resume_plays_the_same_next_batches(tmp_path: Path) -> None:
 
 
 def test_resume_needs_a_checkpoint_and_an_unlocked_bank(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="without --resume"):
+    with pytest.raises(CheckpointError, match="found none"):
         Trainer(experiment(), tmp_path, resume=True, runtimes=policies())
     Trainer(
         experiment("complementary", "eval.before=false", "eval.after=false"),

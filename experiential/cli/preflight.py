@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from experiential.agents.extractor import EXTRACTORS
+from experiential.bank.folder import FolderBank
 from experiential.bank.index.embed import resolve_embedder
 from experiential.bank.index.site import checked_store
 from experiential.bank.options import bank_settings
@@ -22,6 +23,7 @@ from experiential.llm.base import IN_PROCESS
 from experiential.llm.models import ADAPTER, check_server, resolve_model
 from experiential.plugins import Kind, known_names, resolve
 from experiential.training.advantages import ESTIMATORS
+from experiential.training.checkpoint import CheckpointStore
 from experiential.training.runtime import LOSSES, METHODS, RUNTIMES
 
 if TYPE_CHECKING:
@@ -158,19 +160,31 @@ def check_model(model: ModelSettings, *, installed: bool = True) -> None:
         )
 
 
-def prepare_output(output: Path, *, resume: bool, overwrite: bool) -> None:
-    """Make the output folder, remove an older run from it, and prove that it can be written."""
+def prepare_output(output: Path, *, resume: bool, overwrite: bool) -> bool:
+    """Make the output folder, remove an older run from it, and prove that it can be written.
+
+    Returns:
+        whether there is a checkpoint to resume from. Without any, what the run has written is
+        removed, since it begins again.
+
+    Raises:
+        BankLockedError: what is to be removed belongs to a run that still goes on.
+    """
     has_run = (output / CONFIG_FILE).is_file()
     if resume and not has_run:
         raise CheckpointError(
             f"Expected a run to resume in {output}, found none; leave out --resume to start one"
         )
+    again = resume
+    resume = resume and bool(CheckpointStore(output / "checkpoints").all())
     if has_run and not resume:
-        if not overwrite:
+        if not again and not overwrite:
             raise ConfigError(
                 f"Expected an output folder without a run, got {output}; use --resume, --overwrite"
                 " or another --output"
             )
+        if (output / "bank" / "journal.sqlite").is_file():
+            FolderBank(output / "bank").close()  # refused while another process writes it
         for path in (output / name for name in RUN_CONTENTS):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -185,3 +199,4 @@ def prepare_output(output: Path, *, resume: bool, overwrite: bool) -> None:
             f"Expected an output folder that can be written, got {output}:"
             f" {error.strerror or error}"
         ) from error
+    return resume

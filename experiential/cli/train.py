@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from contextlib import ExitStack, closing
 from datetime import datetime
@@ -35,7 +36,11 @@ def train(
         str | None, Option(help="Name of a recipe, or a YAML file.  [default: complementary]")
     ] = None,
     resume: Annotated[
-        bool, Option("--resume", help="Go on from the last checkpoint in --output.")
+        bool,
+        Option(
+            "--resume",
+            help="Go on from the last checkpoint in --output; without any yet, begin again.",
+        ),
     ] = False,
     dry_run: Annotated[
         bool,
@@ -103,8 +108,9 @@ def train(
         sys.stdout.writelines(f"# {line}\n" for line in describe_cost(experiment, placement))
         return 0
     folder = output or Path("runs") / f"{experiment.recipe}-{datetime.now():%Y%m%d-%H%M%S}"
-    prepare_output(folder, resume=resume, overwrite=overwrite)
+    found = prepare_output(folder, resume=resume, overwrite=overwrite)
     quieten()
+    from experiential.cli.interrupt import Interrupts
     from experiential.cli.report import show_report
     from experiential.cli.trackers import open_trackers
     from experiential.cli.view import make_view
@@ -122,13 +128,40 @@ def train(
             for receiver in (view, *trackers):
                 receiver.handle(event)
 
-        summary, spent = None, None
+        if resume and not found:
+            view.say(
+                "--resume found no checkpoint: the run begins again at step 0, with its settings"
+                " and a new bank"
+            )
+        summary, spent, interrupted = None, None, False
         try:
-            summary = Trainer(experiment, folder, resume=resume, observer=observe).run()
+            trainer = Trainer(experiment, folder, resume=found, observer=observe)
+            with Interrupts(view.say) as interrupts:
+                summary = interrupts.run(trainer.arun())
         except BudgetError as error:
-            spent = f"{error}; go on with --resume --output {folder}"
+            spent = f"{error}; {how_to_go_on(folder)}"
+        except KeyboardInterrupt:
+            interrupted = True
+    if interrupted:
+        sys.stderr.write(f"{how_to_go_on(folder)}\n")
+        return 130  # `exit_code` says that it was interrupted
     show_report(console, folder, summary)
     return 0 if spent is None else complain(spent, 1)
+
+
+def how_to_go_on(folder: Path) -> str:
+    """Return what a stopped run has saved, and the command that goes on with it."""
+    from experiential.training.checkpoint import CheckpointStore
+
+    steps = [
+        int(path.name.partition("-")[2]) for path in CheckpointStore(folder / "checkpoints").all()
+    ]
+    saved = (
+        f"saved is the checkpoint of step {steps[-1]}" if steps else "no checkpoint was saved yet"
+    )
+    does = "go on with" if steps else "begin again with"
+    command = shlex.join(["experiential-train", "--resume", "--output", str(folder)])
+    return f"{saved}; {does}: {command}"
 
 
 def quieten() -> None:

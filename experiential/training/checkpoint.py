@@ -57,7 +57,8 @@ class CheckpointStore:
         found = self.all()
         if not found:
             raise CheckpointError(
-                f"Expected a checkpoint under {self.folder}, found none; run without --resume first"
+                f"Expected a checkpoint under {self.folder}, found none; train until there is one,"
+                " see run.checkpoint_every"
             )
         try:
             return found[-1], json.loads((found[-1] / _MANIFEST).read_text(encoding="utf-8"))

@@ -52,7 +52,8 @@ from experiential.training.metrics import Metrics, Observer, episode_row, peak_m
 from experiential.training.roles import Roles
 from experiential.training.runtime import METHODS, LossSettings, Policies, TrainStats, build_runtime
 
-_FILES = "metrics.jsonl episodes.jsonl bank checkpoints evaluation actor extractor".split()
+_METRICS = "metrics.jsonl"
+_FILES = f"{_METRICS} episodes.jsonl bank checkpoints evaluation actor extractor".split()
 
 
 class Trainer:
@@ -82,7 +83,7 @@ class Trainer:
         self._store = CheckpointStore(self.output / "checkpoints")
         self._restored = self._store.latest() if resume else None
         self._observer, self._given = observer, runtimes
-        self._start = 0
+        self._start = self._at = 0
         self._visits: list[Visits] = []
         self._bank: ForkableBank | None = None
         self._manager: ExperienceManager | None = None
@@ -101,11 +102,17 @@ class Trainer:
     async def arun(self) -> dict[str, Any]:
         """Train and evaluate from inside an event loop; see ``run``.
 
-        An error of any callback of the loop ends the run.
+        An error of any callback of the loop ends the run. The last event is ``end``; its ``reason``
+        is steps, minutes, budget or interrupted.
         """
         begin = time.perf_counter()
         try:
             step = await ending_with_callbacks(self._run(begin))
+        except (asyncio.CancelledError, BudgetError) as error:
+            reason = "budget" if isinstance(error, BudgetError) else "interrupted"
+            with contextlib.closing(Metrics(self.output / _METRICS, self._observer)) as metrics:
+                metrics.emit(self._end(reason, begin))
+            raise
         except (OSError, MemoryError) as error:
             raise ExperientialError(
                 f"Expected room to train in {self.output}, got {type(error).__name__}: {error};"
@@ -124,7 +131,7 @@ class Trainer:
             try:
                 while step < run.steps and time.perf_counter() <= limit:
                     await self._step(step)
-                    step += 1
+                    step = self._at = step + 1
                     if run.checkpoint_every and step % run.checkpoint_every == 0:
                         await self._checkpoint(step)
                     if evaluation.every and step % evaluation.every == 0 and step < run.steps:
@@ -147,9 +154,12 @@ class Trainer:
                 await self.actor.export(self.output / "actor")
             if extractor.enabled and extractor.train and self.extractor is not self.actor:
                 await self.extractor.export(self.output / "extractor")
-            cost = {"seconds": time.perf_counter() - begin, "peak_memory_gb": peak_memory_gb()}
-            self._metrics.emit({"event": "end", "step": step} | cost)
+            self._metrics.emit(self._end("steps" if step >= run.steps else "minutes", begin))
         return step
+
+    def _end(self, reason: str, begin: float) -> dict[str, Any]:
+        cost = {"seconds": time.perf_counter() - begin, "peak_memory_gb": peak_memory_gb()}
+        return {"event": "end", "step": self._at, "reason": reason} | cost
 
     async def aevaluate(self, checkpoint: Path, manifest: dict[str, Any]) -> list[dict[str, Any]]:
         """Evaluate any run's checkpoint in this run's folder; return the eval events."""
@@ -170,7 +180,7 @@ class Trainer:
         if self.extractor is not self.actor:
             self._policies["extractor"] = self.extractor
         self._roles = Roles(settings, (self.actor, self.extractor))
-        self._metrics = Metrics(self.output / "metrics.jsonl", self._observer)
+        self._metrics = Metrics(self.output / _METRICS, self._observer)
         stack.callback(self._metrics.close)
         self._episodes = Metrics(self.output / "episodes.jsonl")
         stack.callback(self._episodes.close)
@@ -203,7 +213,8 @@ class Trainer:
         stack.push_async_callback(self._ahead.close)
         if self._restored is not None:
             await self._restore(*self._restored)
-        about = {"steps": settings.run.steps, "recipe": settings.recipe, "seed": settings.seed}
+        about = {"steps": settings.run.steps, "minutes": settings.run.minutes}
+        about |= {"recipe": settings.recipe, "seed": settings.seed}
         emit({"event": "start", "step": self._start} | about)
         if self._restored is None:
             for method in self._methods:
@@ -409,7 +420,7 @@ class Trainer:
                 method.load_state_dict(state)
         if self._track is not None:
             self._track.load_state_dict(manifest["track"])
-        self._start = int(manifest["step"])
+        self._start = self._at = int(manifest["step"])
         self._metrics.rewind(self._start)
         self._episodes.rewind(self._start)
 
