@@ -31,7 +31,7 @@ from experiential.cli.report import (
     show_report,
     summary_table,
 )
-from experiential.cli.rows import show_json
+from experiential.cli.rows import show_json, show_table
 from experiential.cli.trackers import TensorBoardTracker
 from experiential.cli.view import LiveView, PlainView, make_view
 from experiential.errors import BackendError, BankLockedError, ConfigError
@@ -772,6 +772,17 @@ class TestReport:
         text = self.text(summary_table(EVENTS))
         assert text.count("with the bank") == 2 and text.count("without") == 2
         assert "later (2+)" in text and "85 % [71, 93]" in text
+
+    @pytest.mark.parametrize("width", [40, 60, 80])
+    def test_no_column_vanishes_and_no_figure_is_cut_in_a_narrow_terminal(self, width: int) -> None:
+        console = Console(width=width, record=True, file=StringIO())
+        show_table(console, summary_table(EVENTS))
+        words = console.export_text().split()
+        assert "visit" in words and {"(2+)", "episodes"} <= set(words)
+        text = " ".join(words)
+        for figure in ("85 %", "[71, 93]", "90 %", "[70, 97]", "60"):
+            assert figure in text
+        assert "…" not in text and text.count("[") == 4 * 4
 
     def test_headline_pairs_the_arms_by_world(self) -> None:
         assert (

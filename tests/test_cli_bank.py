@@ -89,6 +89,51 @@ def test_show_gives_one_entry_whole(folder: Path, run: Run) -> None:
     assert "castle" in run("show", folder, entry["id"])[1]
 
 
+def test_listings_show_short_ids_which_every_command_takes(folder: Path, run: Run) -> None:
+    with xp.ExperienceBank(folder) as bank:
+        entry = next(iter(bank))
+        bank.update(entry.id, "The red key opens the south door.")
+    short = entry.id[:8]
+    for command in (("ls",), ("search", "key"), ("diff", 0)):
+        name, *rest = command
+        code, out, _ = run(name, folder, *rest)
+        assert code == 0 and short in out and entry.id not in out, command
+        assert entry.id in run(name, folder, *rest, "--json")[1]
+    assert json.loads(run("show", folder, short, "--json")[1])["id"] == entry.id
+    assert [row["version"] for row in json.loads(run("history", folder, short, "--json")[1])] == [
+        1,
+        2,
+    ]
+
+
+def test_an_ambiguous_id_names_the_candidates(folder: Path, run: Run) -> None:
+    with xp.ExperienceBank(folder, read_only=True) as bank:
+        ids = [entry.id for entry in bank]
+    for number in range(40):  # until two of them begin with one digit
+        if len({id[0] for id in ids}) < len(ids):
+            break
+        with xp.ExperienceBank(folder) as bank:
+            ids.append(bank.add(f"Lesson {number}.").id)
+    digit = next(id[0] for id in ids if sum(other[0] == id[0] for other in ids) > 1)
+    code, _, error = run("show", folder, digit)
+    assert code == 2 and error.count("\n") == 1 and f"got {digit!r}" in error
+    assert all(id[:8] in error for id in ids if id[0] == digit)
+    assert run("show", folder, "")[0] == 2
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_tables_keep_their_columns_in_a_narrow_terminal(
+    folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    """Every name and value is there, words whole; at 40 columns as lines instead of columns."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    _, out, _ = run("ls", folder)
+    assert max(map(len, out.splitlines())) <= width
+    words = out.split()
+    assert {"id", "version", "kind", "uses", "successes", "evidence", "text"} <= set(words)
+    assert words.count("unproven") == len(TEXTS) and {"Copper", "north", "guard"} <= set(words)
+
+
 def test_show_of_an_unknown_id_is_a_user_error(folder: Path, run: Run) -> None:
     code, _, error = run("show", folder, "nothing")
     assert code == 2 and "nothing" in error and error.count("\n") == 1
@@ -495,7 +540,7 @@ def test_dead_letters_are_listed_with_their_reason_and_put_back(folder: Path, ru
     }
     assert second["id"] == "b"
     code, _, error = run("requeue", folder, "a", "nobody")
-    assert code == 2 and "got nobody" in error
+    assert code == 2 and "got 'nobody'" in error
     assert told(run, "requeue", folder, "b") == [{"queued": 1}]
     assert [row["id"] for row in told(run, "dead-letters", folder)] == ["a"]
     assert told(run, "requeue", folder) == [{"queued": 1}]

@@ -284,6 +284,10 @@ class FolderBank(StateReader, Bank, Shared):
         statistics = {**self._state.statistics, **now}
         return BankView(commit, self._history.live(commit), statistics, self.embedder)
 
+    def ids(self) -> list[str]:
+        """Return the ids of all entries there ever were, and of all recorded trajectories."""
+        return self._history.ids()
+
     def generation(self, id: str) -> Generation | None:
         return self._history.generation(id)
 

@@ -18,6 +18,7 @@ import typer
 from typer import Argument, Option
 
 from experiential.cli.errors import complain, new_app
+from experiential.cli.ids import short_ids, whole_id
 from experiential.cli.options import (
     AsJson,
     Backend,
@@ -140,29 +141,27 @@ def list_entries(
         entries = sorted(bank, key=lambda entry: -entry.statistics.uses)
         entries = entries[:limit] if limit else entries
         standings = standings_of(bank, entries)
+        short = short_ids(bank.ids())
     rows = [summary_row(entry) for entry in entries]
     for row, standing in zip(rows, standings, strict=True):
         row["evidence"] = standing.verdict
         row["text"] = row.pop("text")  # the last column
-    show_rows(rows, as_json)
+    show_rows(rows, as_json, short)
 
 
 @app.command()
 def show(
     folder: Folder,
-    id: Annotated[str, Argument(help="Id of an entry.")],
+    id: Annotated[str, Argument(help="Id of an entry, or its first digits.")],
     namespace: Namespace = "default",
     as_json: AsJson = False,
 ) -> None:
     """Show one entry with its provenance, its statistics, its uplift and what outcomes say."""
     with opened(folder, namespace) as bank:
-        entry = bank.get(id)
-        if entry is None:
-            raise ConfigError(
-                f"Expected the id of an entry of {folder}, got {id!r}; see: experiential bank ls"
-                f" {folder}"
-            )
-        uplift, [standing] = bank.uplift(id), standings_of(bank, [entry])
+        wanted, see = f"the id of an entry of {folder}", f"experiential bank ls {folder}"
+        entry = bank.get(whole_id(id, (one.id for one in bank), wanted, see))
+        assert entry is not None
+        uplift, [standing] = bank.uplift(entry.id), standings_of(bank, [entry])
     if as_json:
         score = entry.statistics.score
         evidence = {"score": score, "uplift": uplift, "evidence": standing}
@@ -251,12 +250,13 @@ def search(
     fields = filter_of(kind or [], where or [])
     with opened(folder, namespace) as bank:
         hits = bank.search(query, k=k, hybrid=hybrid, where=fields)
+        short = short_ids(bank.ids())
     rows = [
         {"rank": hit.rank, "score": round(hit.score, 4)}
         | hit.experience.model_dump(include={"id", "text"})
         for hit in hits
     ]
-    show_rows(rows, as_json)
+    show_rows(rows, as_json, short)
 
 
 def filter_of(kinds: Sequence[str], pairs: Sequence[str]) -> dict[str, list[Any]]:
@@ -286,13 +286,16 @@ def filter_of(kinds: Sequence[str], pairs: Sequence[str]) -> dict[str, list[Any]
 @app.command()
 def why(
     folder: Folder,
-    trajectory: Annotated[str, Argument(help="Id of a recorded trajectory.")],
+    trajectory: Annotated[str, Argument(help="Id of a recorded trajectory, or its first digits.")],
     namespace: Namespace = "default",
     as_json: AsJson = False,
 ) -> None:
     """Say what an episode was shown, how it ended, and what was written from it."""
     with opened(folder, namespace) as bank:
-        found = bank.why(trajectory)
+        known = bank.ids()
+        wanted, see = f"the id of an episode of {folder}", f"experiential bank history {folder}"
+        found = bank.why(whole_id(trajectory, known, wanted, see))
+    short = short_ids(known)
     if as_json:
         show_json(found)
         return
@@ -308,7 +311,7 @@ def why(
         | {
             "score": f"{one.score:.3f}",
             "propensity": f"{one.propensity:.3f}",
-            "entry": f"{one.id} v{one.version}",
+            "entry": f"{short.get(one.id, one.id)} v{one.version}",
             "uplift": in_words(one.uplift),
             "text": one.refined or one.text or "",
         }
@@ -316,7 +319,7 @@ def why(
     ]
     show_rows(shown, False)
     sys.stdout.write("\nwritten from it\n")
-    show_rows([summary_row(entry) for entry in found.written], False)
+    show_rows([summary_row(entry) for entry in found.written], False, short)
 
 
 @app.command()
@@ -331,6 +334,10 @@ def history(
 ) -> None:
     """List commits, the newest last, with the number of entries that each changed."""
     with opened(folder, namespace) as bank:
+        known = bank.ids()
+        if id is not None:
+            wanted, see = f"the id of an entry of {folder}", f"experiential bank ls {folder}"
+            id = whole_id(id, known, wanted, see)
         commits = bank.history(id)
     hidden = None if id else {"version"}
     rows = [
@@ -342,7 +349,7 @@ def history(
             row["ref"] = row["ref"] or ""
             if id:
                 row["version"] = row["version"] or "removed"
-    show_rows(rows, as_json)
+    show_rows(rows, as_json, short_ids(known))
 
 
 @app.command()
@@ -356,7 +363,8 @@ def diff(
     """Show which entries were added, removed and changed from one commit to another."""
     with opened(folder, namespace) as bank:
         found = bank.diff(a, bank.head if b is None else b)
-    show_rows(difference_rows(found), as_json)
+        short = short_ids(bank.ids())
+    show_rows(difference_rows(found), as_json, short)
 
 
 def difference_rows(found: Difference) -> list[dict[str, Any]]:
@@ -416,7 +424,8 @@ def rollback(
             if not confirm(f"Change {len(rows)} entries of {folder} back to commit {commit}?", yes):
                 return
             bank.rollback(commit)
-    show_rows(rows, as_json)
+        short = short_ids(bank.ids())
+    show_rows(rows, as_json, short)
 
 
 @app.command()
@@ -431,8 +440,12 @@ def approve(
     """Approve proposed entries, so that searches find them; without ids, list what waits."""
     with opened(folder, namespace, write=bool(ids)) as bank:
         waiting = [entry for entry in bank if entry.proposed]
-        entries = [bank.approve(id) for id in ids] if ids else waiting
-    show_rows([summary_row(entry) for entry in entries], as_json)
+        known = [entry.id for entry in bank]
+        see = f"experiential bank approve {folder}"
+        whole = [whole_id(id, known, "the id of a proposed entry", see) for id in ids or ()]
+        entries = [bank.approve(id) for id in whole] if whole else waiting
+        short = short_ids(bank.ids())
+    show_rows([summary_row(entry) for entry in entries], as_json, short)
 
 
 @app.command()
@@ -461,7 +474,8 @@ def prune(
             if not confirm(f"Take {len(doomed)} of {len(bank)} entries out of {folder}?", yes):
                 return
             doomed = bank.prune(score=score, uplift_below=uplift, min_uses=min_uses)
-    show_rows([summary_row(entry) for entry in doomed], as_json)
+        short = short_ids(bank.ids())
+    show_rows([summary_row(entry) for entry in doomed], as_json, short)
 
 
 @app.command()
@@ -496,6 +510,7 @@ def merge(
     if (model, base_url, api_key_env, backend) == (None,) * 4:
         with opened(folder, namespace, write=not dry_run) as bank:
             found = bank.deduplicate(threshold, across_tasks=across_tasks, dry_run=dry_run)
+            short = short_ids(bank.ids())
         rows: list[dict[str, Any]] = []
         for group in found:
             kept = {"merged into": group.survivor.id, "its text": group.survivor.text}
@@ -504,7 +519,7 @@ def merge(
             f"no --model: texts with a cosine of {threshold:g} or more count as one, the oldest"
             " stays as it is\n"
         )
-        show_rows(rows, as_json)
+        show_rows(rows, as_json, short)
         return 0
 
     from experiential.bank.manager import ExperienceManager
@@ -529,7 +544,8 @@ def merge(
         for reason, count in failures.items():
             sys.stderr.write(f"{count} x {reason}\n")
         changes = difference_rows(bank.diff(head, bank.head))
-    show_rows(changes, as_json)
+        short = short_ids(bank.ids())
+    show_rows(changes, as_json, short)
     return 0 if spent is None else complain(f"{spent}; the same command goes on", 1)
 
 
@@ -588,7 +604,7 @@ def dead_letters(place: Place, namespace: Namespace = "default", as_json: AsJson
             trajectory = bank.trajectory(letter.id)
             task = trajectory.task if trajectory else ""
             rows.append({**letter.model_dump(), "task": task})
-    show_rows(rows, as_json)
+    show_rows(rows, as_json, short_ids(row["id"] for row in rows))
 
 
 @app.command()
@@ -603,12 +619,9 @@ def requeue(
     """Queue dead letters again; `experiential distil`, or a manager with an extractor, distils."""
     with opened_at(place, namespace, write=True) as bank:
         dead = [letter.id for letter in bank.queue.dead_letters()]
-        if unknown := sorted(set(ids or ()) - set(dead)):
-            raise ConfigError(
-                f"Expected ids of dead letters, got {', '.join(unknown)}; see: experiential bank"
-                f" dead-letters {place}"
-            )
-        queued = [id for id in ids or dead if bank.queue.requeue(id)]
+        see = f"experiential bank dead-letters {place}"
+        chosen = [whole_id(id, dead, "the id of a dead letter", see) for id in ids or ()]
+        queued = [id for id in chosen or dead if bank.queue.requeue(id)]
     show_rows([{"queued": len(queued)}], as_json)
 
 

@@ -59,7 +59,7 @@ from experiential.cli.options import (
     named_model,
 )
 from experiential.cli.progress import Progress
-from experiential.cli.rows import show_json, show_line
+from experiential.cli.rows import show_json, show_line, show_table
 from experiential.config import Arm, BankArm, ModelSettings
 from experiential.errors import BackendError, BudgetError, ConfigError
 from experiential.llm.base import LLM
@@ -577,7 +577,7 @@ def settings_of(
 def show_results(title: str, source: str, done: SuiteResults, file: Path) -> None:
     """Print the report, why episodes failed, what was spent, and where the results are."""
     console = Console(width=None if sys.stdout.isatty() else WIDE)
-    console.print(report_table(title, done.report))
+    show_table(console, report_table(title, done.report))
     show_line(console, source)
     for task in done.report["tasks"]:
         for reason, count in task["failures"].items():

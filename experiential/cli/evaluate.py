@@ -14,7 +14,7 @@ from typer import Argument, Option
 from experiential.cli.errors import complain
 from experiential.cli.options import AsJson, BaseUrl, KeyEnv, model_overrides, named_model
 from experiential.cli.preflight import CONFIG_FILE, check_experiment
-from experiential.cli.rows import show_line
+from experiential.cli.rows import show_line, show_table
 from experiential.cli.train import quieten
 from experiential.config import Arm
 from experiential.errors import BudgetError, CheckpointError, ConfigError, MissingExtraError
@@ -191,7 +191,7 @@ def _show(
     from experiential.cli.card import card_lines, card_table, dollars, remarks
 
     if not plain:
-        console.print(card_table(card))
+        show_table(console, card_table(card))
     for line in card_lines(card) if plain else (*dollars(card), *remarks(card)):
         show_line(console, line)
     if picture is None:

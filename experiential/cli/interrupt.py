@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Coroutine
-from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
@@ -50,9 +49,9 @@ class Interrupts:
         """
 
         async def cancellable() -> T:
-            task = asyncio.current_task()
+            loop, task = asyncio.get_running_loop(), asyncio.current_task()
             assert task is not None
-            self._cancel = partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel)
+            self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
             return await work
 
         try:

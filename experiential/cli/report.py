@@ -12,7 +12,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from experiential.cli.rows import show_line
+from experiential.cli.rows import show_line, show_table
 from experiential.errors import ConfigError
 from experiential.evaluation.intervals import Interval, paired_difference, wilson
 from experiential.evaluation.page import show_percent
@@ -138,7 +138,7 @@ def show_report(console: Console, folder: Path, summary: Mapping[str, Any] | Non
         raise ConfigError(f"Expected the folder of a run with {METRICS_FILE}, got {folder}")
     events = read_events(folder / METRICS_FILE)
     if evaluations(events):
-        console.print(summary_table(events))
+        show_table(console, summary_table(events))
     lines = [*headline(events), *spending(events)]
     if (folder / "config.yaml").is_file():
         extractor = yaml.safe_load((folder / "config.yaml").read_text("utf-8")).get("extractor", {})

@@ -67,7 +67,7 @@ from experiential.cli.options import (
     Visits,
 )
 from experiential.cli.progress import Progress
-from experiential.cli.rows import show_line
+from experiential.cli.rows import show_line, show_table
 from experiential.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def stream(
         found = report(finished(plan, log.episodes.values()))
     text = json.dumps({"settings": settings, **found}, indent=1)
     write_whole(file.with_suffix(".json"), text + "\n")
-    console.print(report_table(title_of(chosen, facts, agent, seed), found))
+    show_table(console, report_table(title_of(chosen, facts, agent, seed), found))
     show_line(console, source_of(chosen, facts))
     show_line(console, f"episodes: {file}; report: {file.with_suffix('.json')}")
     return 0

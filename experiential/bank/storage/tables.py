@@ -204,6 +204,12 @@ class History:
             if commit.id in versions
         ]
 
+    def ids(self) -> list[str]:
+        """Return the ids of all entries there ever were, and of the journalled trajectories."""
+        statement = "SELECT DISTINCT id FROM versions WHERE namespace = ?1 UNION"
+        statement += " SELECT id FROM trajectories WHERE namespace = ?1"
+        return [row[0] for row in self._journal.rows(statement, self._namespace)]
+
     def written_from(self, trajectory: str) -> list[Ancestor]:
         """Return (id, version) of all that was distilled from a trajectory, in order."""
         return [
