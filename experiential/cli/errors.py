@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import typer
 
 from experiential import __version__
+from experiential.cli.quiet import quieten
 from experiential.errors import (
     BankLockedError,
     CheckpointError,
@@ -25,6 +26,7 @@ USER_ERRORS = (ConfigError, MissingExtraError, ModelNotFoundError, BankLockedErr
 
 def run_app(app: typer.Typer, argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code; see `exit_code`."""
+    quieten()
     return exit_code(lambda: app(args=argv, standalone_mode=False))
 
 

@@ -15,7 +15,6 @@ from experiential.cli.errors import complain
 from experiential.cli.options import AsJson, BaseUrl, KeyEnv, model_overrides, named_model
 from experiential.cli.preflight import CONFIG_FILE, check_experiment
 from experiential.cli.rows import show_line, show_table
-from experiential.cli.train import quieten
 from experiential.config import Arm
 from experiential.errors import BudgetError, CheckpointError, ConfigError, MissingExtraError
 from experiential.recipe import load_experiment
@@ -81,7 +80,6 @@ def evaluate(
     wanted = parse_arms(arms)
     runs = [_opened(folder, overrides) for folder in folders]
     _check_output(output)
-    quieten()
     from experiential.evaluation.card import make_card
 
     console = Console(stderr=as_json)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from contextlib import ExitStack, closing
@@ -109,7 +108,6 @@ def train(
         return 0
     folder = output or Path("runs") / f"{experiment.recipe}-{datetime.now():%Y%m%d-%H%M%S}"
     found = prepare_output(folder, resume=resume, overwrite=overwrite)
-    quieten()
     from experiential.cli.interrupt import Interrupts
     from experiential.cli.report import show_report
     from experiential.cli.trackers import open_trackers
@@ -162,13 +160,6 @@ def how_to_go_on(folder: Path) -> str:
     does = "go on with" if steps else "begin again with"
     command = shlex.join(["experiential-train", "--resume", "--output", str(folder)])
     return f"{saved}; {does}: {command}"
-
-
-def quieten() -> None:
-    """Set environment variables that silence model libraries, unless the user has set them."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def main() -> None:
