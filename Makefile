@@ -15,6 +15,8 @@ LARGER := 'model.lora={rank: 8}' model.gradient_checkpointing=true extractor.max
 SIZE ?= $(if $(filter tiny,$(MODEL)),,$(LARGER))
 ARGS ?=
 STAMP := $(VENV)/.installed
+# Whether an environment is one and each package in it was installed to its end, which RECORD marks; an interrupted one is made again.
+WHOLE := import sys; from importlib import metadata; metadata.files("pip")[0]; sys.exit(sys.prefix == sys.base_prefix or any(one.files is None for one in metadata.distributions()))
 ALFWORLD_STAMP := $(VENV)/.alfworld
 KILLS ?= 2000
 SEED ?= 1
@@ -38,7 +40,7 @@ install: $(STAMP)  ## make .venv with every CPU extra, at the pinned versions
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Expected Python 3.11 or 3.12 with venv, found none; set PYTHON=/path/to/python" >&2; exit 2; }
 	@echo "[1/4] $(VENV) with $$($(PYTHON) --version)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c '$(WHOLE)' 2>/dev/null || $(PYTHON) -m venv $(if $(wildcard $(VENV)/pyvenv.cfg),--clear,) $(VENV)
 	@echo "[2/4] $(TORCH)"
 	@$(PIP) "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
 	@echo "[3/4] experiential-rl[$(EXTRAS)]"
