@@ -5,6 +5,7 @@ written.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -961,6 +962,33 @@ def test_a_module_that_fails_while_it_is_imported_is_a_user_error(
     monkeypatch.chdir(tmp_path)
     for override in ("run.trackers=[broken_part:Tracker]", "env.id=broken_part:World-v0"):
         assert_user_error(run_train(override), "RuntimeError: no licence")
+
+
+@pytest.mark.parametrize(
+    ("module", "program", "typed", "offered"),
+    [
+        ("main", "EXPERIENTIAL", "experiential bank hi", "history"),
+        ("train", "EXPERIENTIAL_TRAIN", "experiential-train --res", "--resume"),
+    ],
+)
+def test_a_shell_completes_commands_and_options(
+    module: str, program: str, typed: str, offered: str
+) -> None:
+    entry = f"import sys; sys.argv[0] = {typed.split()[0]!r}; from experiential.cli import {module}"
+    environment = os.environ | {
+        f"_{program}_COMPLETE": "complete_bash",
+        "COMP_WORDS": typed,
+        "COMP_CWORD": str(len(typed.split()) - 1),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", f"{entry}; {module}.main()"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        timeout=60,
+    )
+    assert done.stdout.split() == [offered], done.stderr
 
 
 class TestMain:

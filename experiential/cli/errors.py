@@ -57,10 +57,10 @@ def complain(error: object, code: int) -> int:
     return code
 
 
-def new_app(about: str) -> typer.Typer:
-    """Create a typer application without completion installers and decorated tracebacks."""
+def new_app(about: str, *, completion: bool = False) -> typer.Typer:
+    """Create a typer application without decorated tracebacks; programs install a completion."""
     return typer.Typer(
-        help=about, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+        help=about, add_completion=completion, pretty_exceptions_enable=False, rich_markup_mode=None
     )
 
 

@@ -34,7 +34,9 @@ A key that does not exist is refused, and the nearest one is named. Settings of 
 hold those of one part, in tables of their own below.
 """
 
-app = new_app("Look at banks, runs, environments and the installation of experiential.")
+app = new_app(
+    "Look at banks, runs, environments and the installation of experiential.", completion=True
+)
 app.add_typer(bank.app, name="bank")
 bench.app.command("stream")(stream.stream)
 bench.app.command("export")(bench_export.export)

@@ -22,7 +22,7 @@ from experiential.recipe import dump_experiment, load_experiment
 
 DEFAULT_RECIPE = "complementary"
 
-app = new_app("Train an actor and an experience extractor together.")
+app = new_app("Train an actor and an experience extractor together.", completion=True)
 
 
 @app.command()
