@@ -536,6 +536,8 @@ class EvalSettings(Settings):
     @field_validator("arms", mode="before")
     @classmethod
     def _on_and_off_are_names(cls, arms: Any) -> Any:
+        if isinstance(arms, str | bool):  # one arm alone
+            arms = [arms]
         if not isinstance(arms, list | tuple):
             return arms
         # YAML reads on and off as true and false.

@@ -548,4 +548,6 @@ class TestMeter:
 def test_arms_named_on_and_off_survive_yaml() -> None:
     experiment = load_experiment("complementary", ["eval.arms=[off, on, placebo]"])
     assert experiment.eval.arms == ("off", "on", "placebo")
+    for one in ("on", "off", "placebo"):
+        assert load_experiment("complementary", [f"eval.arms={one}"]).eval.arms == (one,)
     assert "'off'" in dump_experiment(experiment)

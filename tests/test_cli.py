@@ -1063,7 +1063,7 @@ class TestMain:
     def test_doctor_looks_at_the_cluster(self, run_main: Train, one_gpu: None) -> None:
         rows = {
             row["name"]: row["found"]
-            for row in json.loads(run_main("doctor", "--json")[1])
+            for row in json.loads(run_main("doctor", "--cluster", "--json")[1])
             if row["extra"] == "cluster"
         }
         assert list(rows)[:5] == [
@@ -1078,6 +1078,16 @@ class TestMain:
             rows
         )
         assert all(rows.values())
+
+    def test_doctor_has_one_line_on_a_cluster_that_is_not_there(
+        self, run_main: Train, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from experiential.cli import doctor
+
+        monkeypatch.setattr(doctor, "version_of", lambda name: "" if name == "ray" else "1.0")
+        rows = json.loads(run_main("doctor", "--json")[1])
+        [row] = [row for row in rows if row["extra"] == "cluster"]
+        assert "--cluster" in row["found"]
 
     def test_doctor_names_missing_extras(
         self, run_main: Train, monkeypatch: pytest.MonkeyPatch

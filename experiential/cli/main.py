@@ -23,6 +23,9 @@ RayAddress = Annotated[
         "--address", help="Ray cluster to look for.  [default: RAY_ADDRESS, or one started here]"
     ),
 ]
+Cluster = Annotated[
+    bool, Option("--cluster", help="Look at versions, GPUs, Ray, ports and shared memory, too.")
+]
 CONFIGURATION_HEADER = """# Configuration
 
 Made by `make docs` from the settings themselves; do not edit. Any key can be set in a YAML \
@@ -97,14 +100,19 @@ def configuration_page() -> str:
 
 
 @app.command()
-def doctor(as_json: AsJson = False, address: RayAddress = None) -> None:
+def doctor(as_json: AsJson = False, cluster: Cluster = False, address: RayAddress = None) -> None:
     """Show installed and missing parts, and how to get them.
 
-    For the cluster engine, also show the state of this machine.
+    With --cluster, --address or an installed Ray, also show what the cluster engine needs.
     """
-    from experiential.cli.doctor import examine, examine_cluster
+    from experiential.cli.doctor import Finding, examine, examine_cluster, version_of
 
-    found = [finding._asdict() for finding in (*examine(), *examine_cluster(address))]
+    findings = list(examine())
+    if cluster or address is not None or version_of("ray"):
+        findings += examine_cluster(address)
+    else:
+        findings.append(Finding("cluster", "ray", "missing: see experiential doctor --cluster"))
+    found = [finding._asdict() for finding in findings]
     if not as_json:
         for row in found:
             extra = row["extra"]
