@@ -87,11 +87,12 @@ class EnvSettings(Settings):
     """Choose the environment, and its tasks for training and for evaluation."""
 
     id: str = "experiential/Vault-v0"
+    """a recipe file must say it, or extend an environment profile that does"""
     kwargs: dict[str, Any] = {}
     """passed to gymnasium.make, in training and evaluation"""
-    train: dict[str, Any] = {"split": "train"}
+    train: dict[str, Any] = {}
     """added to kwargs in training"""
-    eval: dict[str, Any] = {"split": "eval"}
+    eval: dict[str, Any] = {}
     """added to kwargs in evaluation"""
     max_turns: PositiveInt = 30
     """turns after which an episode is truncated"""

@@ -1,11 +1,13 @@
 """Resolve recipes and `key=value` overrides into one checked `Experiment`.
 
-A recipe is a named YAML preset that may extend another one.
+A recipe is composed of a method (`recipes/*.yaml`), a model profile (`recipes/models`), an
+environment profile (`recipes/environments`) and files of the user.
 
-    load_experiment("complementary", ["run.steps=5", "model.name=smollm2"])
+    load_experiment("complementary+small+frozen-lake", ["run.steps=5"])
+    load_experiment("mine.yaml")  # which may say `extends: [complementary, models/small]`
 
-The order, later wins: defaults of `config.py`, the chain of `extends`, the recipe itself, overrides
-from left to right.
+The order, later wins: defaults of `config.py`, the environment profile, the model profile, methods,
+files, each of the last two after what it extends, overrides from left to right.
 """
 
 from __future__ import annotations
@@ -63,42 +65,53 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.yaml") if not path.stem.startswith("_"))
 
 
+def profile_names(kind: str = "*") -> list[str]:
+    """Return the names of the bundled profiles, all or those of ``models`` or ``environments``.
+
+    >>> profile_names("models")
+    ['models/7b', 'models/small', 'models/tiny']
+    """
+    paths = RECIPES.glob(f"{kind}/*.yaml")
+    return sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in paths)
+
+
 def describe_recipe(name: str) -> str:
-    """Return the opening comment of a bundled recipe, its description in one line."""
-    return _find(name).read_text("utf-8").splitlines()[0].removeprefix("# ")
+    """Return the opening comment of a bundled recipe or profile, its description in one line."""
+    return (RECIPES / f"{name}.yaml").read_text("utf-8").splitlines()[0].removeprefix("# ")
 
 
 def load_experiment(recipe: str | Path, overrides: Sequence[str] = ()) -> Experiment:
     """Resolve a recipe and overrides into a checked experiment.
 
+    A file is taken as it is. A bundled method that is named here, and not in a file, is completed:
+    by the model profile ``tiny`` and the environment profile ``vault`` where none is named.
+
     Args:
-        recipe: name of a bundled recipe, or the path of a YAML file.
+        recipe: the path of a YAML file, or names of a bundled method and of profiles, joined by
+            ``+``, as ``complementary+small``.
         overrides: `key=value` strings; keys are dotted, values are YAML (`run.steps=5`,
             `env.kwargs={split: train}`).
 
     Raises:
-        ConfigError: unknown recipe or key (the nearest is named), unreadable YAML, or a value of
-            the wrong type.
+        ConfigError: unknown recipe or key (the nearest is named), unreadable YAML, a value of the
+            wrong type, or no environment.
     """
-    path = _find(recipe)
-    tree = _read_chain(path, ())
-    tree.setdefault("recipe", path.stem)
+    tree = Tree()
+    for layer in _compose(recipe):
+        tree = _merge(tree, layer.tree)
+    tree.setdefault("recipe", _name_of(recipe))
     check_keys(tree)
-    for override in overrides:
-        key, separator, text = override.partition("=")
-        if not separator or not key.strip():
-            raise ConfigError(f"Expected an override of the form key=value, got {override!r}")
-        try:
-            value = yaml.load(text, Loader=_Loader)
-        except yaml.YAMLError as error:
-            problem = " ".join(str(error).split())
-            raise ConfigError(
-                f"Expected a YAML value in the override {override!r}, got: {problem}"
-            ) from error
-        place, addition = key.strip().split("."), Tree()
+    for place, value in map(_parse_override, overrides):
+        addition = Tree()
         _put(addition, place, value)
         check_keys(addition)
         _put(tree, place, value)
+    _drop_nulls(tree, Experiment)
+    if not (cast("Tree", tree.get("env") or {})).get("id"):
+        raise ConfigError(
+            f"Expected env.id, got none in {recipe}; set it to the id of an environment, or extend"
+            f" one of {', '.join(profile_names('environments'))}"
+        )
     _complete(tree)
     try:
         return Experiment.model_validate(tree)
@@ -110,27 +123,140 @@ def load_experiment(recipe: str | Path, overrides: Sequence[str] = ()) -> Experi
         raise ConfigError("; ".join(problems[:3])) from error
 
 
+def misplaced_numbers(recipe: str | Path, overrides: Sequence[str] = ()) -> Iterator[str]:
+    """Yield a warning for each profile whose numbers stay with another model or environment.
+
+    Settings of a role that does not learn here are not named.
+    """
+    experiment, layers = load_experiment(recipe, overrides), _compose(recipe)
+    for kind, key, chosen in (
+        ("models", "model.name", experiment.model.name),
+        ("environments", "env.id", experiment.env.id),
+    ):
+        profile = next((layer for layer in layers if layer.kind == kind), None)
+        if profile is None:
+            continue
+        numbers = dict(_leaves(profile.tree, Experiment))
+        if numbers.pop(key, chosen) == chosen:
+            continue
+        if kind == "models":  # the length of a run depends on it
+            numbers |= {
+                k: v
+                for x in layers
+                if x.kind == "_quickstart"
+                for k, v in _leaves(x.tree, Experiment)
+            }
+        later = {
+            name
+            for layer in layers[layers.index(profile) + 1 :]
+            if layer.kind != "_quickstart"
+            for name, _ in _leaves(layer.tree, Experiment)
+        }
+        later |= {".".join(place) for place, _ in map(_parse_override, overrides)}
+        idle = [
+            f"{role}.{name}"
+            for role in ("actor", "extractor")
+            if not getattr(experiment, role).train
+            for name in _LEARNING
+        ]
+        kept = [
+            f"{name}={value}"
+            for name, value in numbers.items()
+            if not any(f"{name}.".startswith(f"{other}.") for other in (*later, *idle))
+        ]
+        if kept:
+            yield (
+                f"{key} is {chosen!r}, but these settings are of the profile {profile.name}:"
+                f" {', '.join(kept)}; name another profile"
+                f" ({', '.join(profile_names(kind))}), or write a recipe file, which takes a method"
+                " alone (docs/quickstart.md)"
+            )
+
+
+_LEARNING = "epochs mini_batches batch_size updates_per_step max_staleness kl optim".split()
+"""Settings of a role that do nothing where it does not learn."""
+
+
 def dump_experiment(experiment: Experiment) -> str:
     """Return the experiment as YAML that `load_experiment` reads back to an equal one."""
     tree = experiment.model_dump(mode="json")
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _find(recipe: str | Path) -> Path:
-    name, names = str(recipe), recipe_names()
-    if name in (*names, "_defaults"):
-        return RECIPES / f"{name}.yaml"
-    path = Path(recipe).expanduser()
-    if path.is_file():
-        return path
+@dataclass(frozen=True)
+class _Layer:
+    """Hold the settings of one file, without those that it extends."""
+
+    name: str
+    kind: str  # environments, models, _quickstart, methods or files
+    tree: Tree
+
+
+_ORDER = ("environments", "models", "_quickstart", "methods", "files")
+"""Kinds of layers, the weakest first: a method's own settings win over those of a profile."""
+
+
+def _compose(recipe: str | Path) -> list[_Layer]:
+    """Return what a recipe is composed of, the weakest first.
+
+    Of several profiles of a kind the one named last is taken.
+    """
+    paths = _find(str(recipe))
+    layers = [layer for path in paths for layer in _read(path, ())]
+    if all(path.is_relative_to(RECIPES) for path in paths):
+        if not any(layer.kind == "methods" for layer in layers):
+            raise ConfigError(
+                f"Expected a method among {', '.join(recipe_names())}, got the profile"
+                f" {str(recipe)!r} alone; join both, as complementary+{recipe}"
+            )
+        kinds = {layer.kind for layer in layers}
+        if "models" not in kinds:
+            layers += _read(RECIPES / "models" / "tiny.yaml", ())
+        if "environments" not in kinds:
+            layers += _read(RECIPES / "environments" / "vault.yaml", ())
+        if not kinds & {"models", "environments"}:
+            layers += _read(RECIPES / "_quickstart.yaml", ())
+    chosen = {layer.kind: layer for layer in layers if layer.kind in ("models", "environments")}
+    kept = [layer for layer in layers if chosen.get(layer.kind, layer) is layer]
+    return sorted(kept, key=lambda layer: _ORDER.index(layer.kind))
+
+
+def _name_of(recipe: str | Path) -> str:
+    """Return the name of a run's recipe: that of the file, or of the method."""
+    paths = _find(str(recipe))
+    return next(path for path in reversed(paths) if _kind_of(path) in ("methods", "files")).stem
+
+
+def _kind_of(path: Path) -> str:
+    if not path.is_relative_to(RECIPES):
+        return "files"
+    if path.parent != RECIPES:
+        return path.parent.name
+    return "_quickstart" if path.stem == "_quickstart" else "methods"
+
+
+def _find(recipe: str, beside: Path | None = None) -> list[Path]:
+    """Return the files that a name, several joined by `+`, or a path stands for."""
+    if beside is not None and (beside / recipe).is_file():
+        return [beside / recipe]
+    methods, profiles = recipe_names(), profile_names()
+    if recipe in methods or recipe in profiles:
+        return [RECIPES / f"{recipe}.yaml"]
+    short = [name for name in profiles if name.partition("/")[2] == recipe]
+    if len(short) == 1:
+        return [RECIPES / f"{short[0]}.yaml"]
+    if (path := Path(recipe).expanduser()).is_file():
+        return [path]
+    if "+" in recipe:
+        return [path for part in recipe.split("+") for path in _find(part.strip(), beside)]
     raise ConfigError(
-        f"Expected a recipe ({', '.join(names)}) or the path of a YAML file, got"
-        f" {name!r}{did_you_mean(name, names)}"
+        f"Expected a recipe ({', '.join(methods)}), a profile ({', '.join(profiles)}) or the path"
+        f" of a YAML file, got {recipe!r}{did_you_mean(recipe, [*methods, *profiles])}"
     )
 
 
-def _read_chain(path: Path, seen: tuple[Path, ...]) -> Tree:
-    """Read a file of settings over those that it extends."""
+def _read(path: Path, seen: tuple[Path, ...]) -> list[_Layer]:
+    """Read a file of settings and those that it extends, itself last."""
     if path.resolve() in seen:
         raise ConfigError(
             f"Expected `extends` to end at some recipe, got a circle through {path.name}; remove"
@@ -144,22 +270,75 @@ def _read_chain(path: Path, seen: tuple[Path, ...]) -> Tree:
     if not isinstance(loaded, dict | None):
         raise ConfigError(f"Expected a mapping of settings in {path}, got {type(loaded).__name__}")
     tree = cast("Tree", loaded or {})
-    base = tree.pop("extends", None)
-    if base is None:
-        return tree
-    beside = path.parent / str(base)
-    parent = _find(beside if beside.is_file() else str(base))
-    return _merge(_read_chain(parent, (*seen, path.resolve())), tree)
+    bases: Any = tree.pop("extends", None) or []
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(b, str) for b in cast("list[Any]", bases)):
+        raise ConfigError(
+            f"Expected `extends` to be a name or a list of names in {path}, got {bases!r}"
+        )
+    kind = _kind_of(path)
+    name = path.stem if kind == "files" else path.relative_to(RECIPES).with_suffix("").as_posix()
+    above = [
+        layer
+        for base in cast("list[str]", bases)
+        for parent in _find(base, path.parent)
+        for layer in _read(parent, (*seen, path.resolve()))
+    ]
+    return [*above, _Layer(name, kind, tree)]
+
+
+def _parse_override(override: str) -> tuple[list[str], Any]:
+    """Return the place and the value of a `key=value`."""
+    key, separator, text = override.partition("=")
+    if not separator or not key.strip():
+        raise ConfigError(f"Expected an override of the form key=value, got {override!r}")
+    try:
+        return key.strip().split("."), yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        problem = " ".join(str(error).split())
+        raise ConfigError(
+            f"Expected a YAML value in the override {override!r}, got: {problem}"
+        ) from error
+
+
+def _leaves(
+    tree: Mapping[str, Any], model: type[Settings], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of each setting of a tree."""
+    for name, value in tree.items():
+        field = model.model_fields.get(name)
+        inner = None if field is None else _settings_class(field)
+        if inner is not None and isinstance(value, dict):
+            yield from _leaves(cast("Tree", value), inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _drop_nulls(tree: Tree, model: type[Settings]) -> None:
+    """Remove each null that stands for a section or mapping which has a default."""
+    for name, value in list(tree.items()):
+        field = model.model_fields.get(name)
+        inner = None if field is None else _settings_class(field)
+        if field is None:
+            continue
+        if value is None and field.default is not None and (inner or _is_mapping(field)):
+            del tree[name]
+        elif isinstance(value, dict) and inner is not None:
+            _drop_nulls(cast("Tree", value), inner)
+
+
+def _is_mapping(field: FieldInfo) -> bool:
+    return get_origin(field.annotation) is dict
 
 
 def _merge(base: Tree, over: Mapping[str, Any]) -> Tree:
-    """Merge nested mappings key by key; replace everything else."""
+    """Merge nested mappings key by key; replace everything else, by an empty mapping too."""
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
         merged[key] = (
             _merge(cast("Tree", old), cast("Tree", value))
-            if isinstance(old, dict) and isinstance(value, dict)
+            if isinstance(old, dict) and isinstance(value, dict) and value
             else value
         )
     return merged

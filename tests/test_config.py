@@ -5,18 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from experiential.cli.main import configuration_page
 from experiential.cli.preflight import check_experiment
-from experiential.config import Experiment
+from experiential.config import EnvSettings, Experiment, RunSettings
 from experiential.errors import ConfigError
 from experiential.recipe import (
     RECIPES,
     describe_recipe,
     dump_experiment,
     load_experiment,
+    misplaced_numbers,
     recipe_names,
     settings_reference,
 )
@@ -178,7 +180,9 @@ def test_unknown_recipe_names_the_nearest() -> None:
 
 
 def test_a_file_extends_a_bundled_recipe_and_its_neighbours(tmp_path: Path) -> None:
-    write(tmp_path / "base.yaml", "extends: grpo\nrun: {steps: 3}\nactor: {group_size: 4}\n")
+    write(
+        tmp_path / "base.yaml", "extends: [grpo, vault]\nrun: {steps: 3}\nactor: {group_size: 4}\n"
+    )
     mine = write(tmp_path / "mine.yaml", "extends: base.yaml\nactor: {groups: 2}\n")
     experiment = load_experiment(mine)
     assert experiment.recipe == "mine"
@@ -190,6 +194,105 @@ def test_a_file_extends_a_bundled_recipe_and_its_neighbours(tmp_path: Path) -> N
     ) == (3, 4, 2, "none")
 
 
+ENV = "env: {id: experiential/Sokoban-v0}\n"
+COMPOSED = {"complementary-7b"}  # names its own profiles
+
+
+@pytest.mark.parametrize("name", sorted(set(recipe_names()) - COMPOSED))
+def test_a_method_by_name_is_the_tiny_model_on_vault(tmp_path: Path, name: str) -> None:
+    text = f"extends: [environments/vault, {name}, tiny]\nrecipe: {name}\n"
+    by_name, composed = load_experiment(name), load_experiment(write(tmp_path / "a.yaml", text))
+    assert by_name.model_copy(update={"run": composed.run}) == composed
+    assert by_name.model.name == "tiny" and by_name.env.train["worlds"] == 160
+    alone = load_experiment(write(tmp_path / "b.yaml", f"extends: {name}\n{ENV}")).run
+    # The length of the quickstart holds wherever the method says nothing about it.
+    assert composed.run == alone and alone.minutes is None
+    usual, quick = RunSettings(), RunSettings(steps=80, minutes=4, checkpoint_every=25)
+    for key in ("steps", "checkpoint_every"):
+        said = getattr(alone, key) != getattr(usual, key)
+        assert getattr(by_name.run, key) == getattr(alone if said else quick, key)
+
+
+def test_a_recipe_that_names_its_profiles_is_completed_by_none(tmp_path: Path) -> None:
+    mine = write(tmp_path / "mine.yaml", "extends: complementary-7b\nrecipe: complementary-7b\n")
+    assert load_experiment("complementary-7b") == load_experiment(mine)
+
+
+def test_a_file_takes_the_method_alone(tmp_path: Path) -> None:
+    experiment = load_experiment(write(tmp_path / "mine.yaml", f"extends: complementary\n{ENV}"))
+    assert experiment.actor.guided == "half" and experiment.extractor.train
+    method_alone = Experiment(recipe="mine", env=EnvSettings(id="experiential/Sokoban-v0"))
+    assert experiment == method_alone, "no number of a profile"
+
+
+def test_a_method_has_no_model_and_no_environment() -> None:
+    for name in set(recipe_names()) - COMPOSED:
+        assert not {"env", "model"} & yaml.safe_load((RECIPES / f"{name}.yaml").read_text()).keys()
+
+
+def test_profiles_are_chosen_by_name() -> None:
+    small = load_experiment("complementary+small")
+    assert (small.recipe, small.model.name) == ("complementary", "smollm2")
+    assert small.env == load_experiment("complementary").env and small.run.minutes is None
+    lake = load_experiment("grpo+models/tiny+frozen-lake")
+    assert lake.env.id == "experiential/FrozenLake-v0" and lake.bank.retrieval.floor == 0.0
+    assert lake.actor.optim.lr == small.actor.optim.lr * 0.3 == pytest.approx(3e-4)
+
+
+def test_a_method_wins_over_profiles_and_the_last_profile_is_taken_whole(tmp_path: Path) -> None:
+    texts = (
+        "extends: [frozen, tiny, vault]\n",
+        "extends: [vault, models/7b, tiny, frozen]\n",
+    )
+    first, second = (load_experiment(write(tmp_path / "mine.yaml", text)) for text in texts)
+    assert first == second and first.extractor.max_tokens == 512
+
+
+def test_a_profile_alone_is_no_recipe() -> None:
+    with pytest.raises(ConfigError, match=r"Expected a method among .*; join both, as .*\+small"):
+        load_experiment("small")
+
+
+def test_a_file_without_an_environment_is_refused(tmp_path: Path) -> None:
+    mine = write(tmp_path / "mine.yaml", "extends: complementary\n")
+    with pytest.raises(ConfigError, match=r"Expected env.id, got none in .*environments/vault"):
+        load_experiment(mine)
+    assert load_experiment(mine, ["env.id=mine:Game-v0"]).env.id == "mine:Game-v0"
+
+
+@pytest.mark.parametrize("nothing", ["null", "{}"])
+def test_null_and_an_empty_mapping_replace_what_is_inherited(tmp_path: Path, nothing: str) -> None:
+    text = f"extends: [complementary, vault, tiny]\nenv: {{train: {nothing}}}\nactor: {nothing}\n"
+    experiment = load_experiment(write(tmp_path / "mine.yaml", text))
+    assert experiment.env.train == {} and experiment.env.eval == {"split": "eval", "worlds": 40}
+    assert experiment.actor == Experiment().actor, "a whole section is back at its defaults"
+
+
+def test_an_empty_mapping_turns_an_inherited_part_back_to_its_defaults(tmp_path: Path) -> None:
+    lora = load_experiment(
+        write(tmp_path / "mine.yaml", f"extends: [grpo, small]\n{ENV}model: {{lora: {{}}}}\n")
+    ).model.lora
+    assert lora is not None and lora.rank == 8
+    off = load_experiment(
+        write(tmp_path / "mine.yaml", f"extends: [grpo, small]\n{ENV}model: {{lora: null}}\n")
+    )
+    assert off.model.lora is None and off.model.name == "smollm2"
+
+
+def test_numbers_of_another_model_or_environment_are_named(tmp_path: Path) -> None:
+    assert list(misplaced_numbers("complementary", ["run.steps=5"])) == []
+    (text,) = misplaced_numbers("complementary", ["model.name=smollm2", "actor.epochs=2"])
+    assert "model.name is 'smollm2'" in text and "profile models/tiny" in text
+    assert "run.minutes=4" in text and "extractor.max_tokens=48" in text
+    assert "actor.epochs" not in text and "floor" not in text, "only what was inherited"
+    (text,) = misplaced_numbers("complementary+small", ["env.id=mine:Game-v0"])
+    assert "env.id is 'mine:Game-v0'" in text and "bank.retrieval.floor=0.89" in text
+    (text,) = misplaced_numbers("frozen", ["model.name=smollm2"])
+    assert "optim" not in text and "epochs" not in text, "nothing learns"
+    mine = write(tmp_path / "mine.yaml", f"extends: complementary\n{ENV}model: {{name: smollm2}}\n")
+    assert list(misplaced_numbers(mine)) == []
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -199,6 +302,7 @@ def test_a_file_extends_a_bundled_recipe_and_its_neighbours(tmp_path: Path) -> N
         ("seed: 1\nseed: 2\n", "got 'seed' twice"),
         ("extends: nowhere\n", "Expected a recipe"),
         ("extends: self.yaml\n", "got a circle through self.yaml"),
+        ("extends: 3\n", "Expected `extends` to be a name or a list of names"),
     ],
 )
 def test_a_wrong_file_is_one_clear_line(tmp_path: Path, text: str, said: str) -> None:

@@ -20,7 +20,7 @@ from experiential.cli.errors import run_app
 from experiential.errors import ConfigError
 from experiential.evaluation.results import ResultStore
 from experiential.llm.scripted import ScriptedLLM
-from experiential.recipe import load_experiment
+from experiential.recipe import dump_experiment, load_experiment
 from experiential.training.metrics import read_events
 from experiential.types import Message
 from tests.chat_server import Server, completion
@@ -255,7 +255,7 @@ def test_a_server_that_cannot_be_used_is_one_line(
         folder = tmp_path / "run"
         folder.mkdir()
         experiment = load_experiment("complementary")
-        (folder / "config.yaml").write_text(f"extends: {experiment.recipe}\n")
+        (folder / "config.yaml").write_text(dump_experiment(experiment))
         arguments = ("eval", folder, *hosted)
     elif command == "bench":
         arguments = ("bench", "run", "--suite", "frozenlake", *hosted)

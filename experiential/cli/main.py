@@ -14,7 +14,13 @@ from experiential.cli import bank, bench, bench_export, distil, envs, evaluate, 
 from experiential.cli.errors import new_app, run_app
 from experiential.cli.options import AsJson, Version
 from experiential.cli.rows import show_rows
-from experiential.recipe import Setting, describe_recipe, recipe_names, settings_reference
+from experiential.recipe import (
+    Setting,
+    describe_recipe,
+    profile_names,
+    recipe_names,
+    settings_reference,
+)
 
 Markdown = Annotated[bool, Option("--markdown", help="Print the page for the documentation.")]
 RayAddress = Annotated[
@@ -60,8 +66,9 @@ def options(context: typer.Context, version: Version = False) -> None:
 
 @app.command()
 def recipes(as_json: AsJson = False) -> None:
-    """List the bundled recipes."""
-    rows = [{"recipe": name, "what it does": describe_recipe(name)} for name in recipe_names()]
+    """List the bundled recipes, and the profiles to compose them with: complementary+small."""
+    names = [*recipe_names(), *profile_names()]
+    rows = [{"recipe": name, "what it does": describe_recipe(name)} for name in names]
     show_rows(rows, as_json)
 
 

@@ -32,7 +32,10 @@ def train(
         Argument(metavar="[key=value]...", help="Settings to change, e.g. run.steps=5."),
     ] = None,
     recipe: Annotated[
-        str | None, Option(help="Name of a recipe, or a YAML file.  [default: complementary]")
+        str | None,
+        Option(
+            help="Recipe, with profiles as in NAME+small, or a YAML file.  [default: complementary]"
+        ),
     ] = None,
     resume: Annotated[
         bool,
