@@ -83,6 +83,21 @@ class WorldChange(Settings):
     era: int = 1
 
 
+class TextSettings(Options):
+    """Wrap an environment whose observations or actions are not text in `TextObservation`."""
+
+    instruction: str = ""
+    """the task in words; empty takes the environment's own, or its id"""
+    actions: list[str] | dict[str, Any] | None = None
+    """names for the actions of a Discrete space, or names with the action that each stands for"""
+    render: str | None = None
+    """module:attribute of a function of observation and info that returns text; None shows the
+    values, or what render_mode: ansi (in env.kwargs) renders"""
+    success: float | str | None = None
+    """return from which on an episode is a success, or module:attribute of a function of its
+    Trajectory; None leaves that to the environment"""
+
+
 class EnvSettings(Settings):
     """Choose the environment, and its tasks for training and for evaluation."""
 
@@ -96,6 +111,8 @@ class EnvSettings(Settings):
     """added to kwargs in evaluation"""
     max_turns: PositiveInt = 30
     """turns after which an episode is truncated"""
+    text: TextSettings | None = None
+    """for an environment that does not speak text; {} shows its values and numbers its actions"""
     reward_range: tuple[float, float] | None = None
     """rewards of a step outside it fail the episode, with the reason; None takes any finite one"""
     feedback: Literal["as_is", "shown", "hidden", "reflector"] = "as_is"
@@ -552,6 +569,8 @@ class RunSettings(Settings):
     steps: NonNegativeInt = 40
     minutes: float | None = Field(default=None, gt=0.0)
     """stop training after this many minutes"""
+    preflight: bool = True
+    """play one episode at random before training, and warn of settings that do not fit"""
     checkpoint_every: NonNegativeInt = 10
     """steps between checkpoints; 0 keeps only the last"""
     ahead: NonNegativeInt = 0

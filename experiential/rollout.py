@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import logging
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any, Protocol, cast
 
 import gymnasium as gym
@@ -18,14 +21,16 @@ import numpy as np
 
 from experiential.agents.actor import ActorAgent
 from experiential.config import EnvSettings
-from experiential.envs.make import make
+from experiential.envs.make import NO_BUILTINS, make
 from experiential.errors import BackendError, BudgetError, ConfigError, EnvError, ExperientialError
 from experiential.llm.rounds import Rounds
+from experiential.plugins import resolve
 from experiential.sync import attempted
 from experiential.types import Condition, Generation, Trajectory
-from experiential.wrappers.experience import ExperienceWrapper
+from experiential.wrappers.experience import ExperienceWrapper, require_text
 from experiential.wrappers.feedback import FeedbackWrapper
 from experiential.wrappers.search_and_ask import SearchAndAskWrapper
+from experiential.wrappers.text_observation import TextObservation
 
 _log = logging.getLogger(__name__)
 
@@ -172,8 +177,44 @@ MakeEnv = Callable[[EnvSettings, dict[str, Any]], gym.Env[str, str]]
 
 
 def make_env(settings: EnvSettings, kwargs: dict[str, Any]) -> gym.Env[str, str]:
-    """Make the environment of the settings, in this process; ``kwargs`` override theirs."""
-    return make(settings.id, max_episode_steps=settings.max_turns, **(settings.kwargs | kwargs))
+    """Make the environment of the settings, in this process; ``kwargs`` override theirs.
+
+    Raises:
+        ConfigError: it does not speak text, and ``settings.text`` is left out or does not fit.
+    """
+    env = make(settings.id, max_episode_steps=settings.max_turns, **(settings.kwargs | kwargs))
+    return as_text(env, settings)
+
+
+def as_text(env: gym.Env[Any, Any], settings: EnvSettings) -> gym.Env[str, str]:
+    """Return an environment that speaks text, wrapped as ``settings.text`` says if it is given.
+
+    Raises:
+        ConfigError: it does not speak text, and ``settings.text`` is left out or does not fit.
+    """
+    text = settings.text
+    if text is None:
+        space: Any = getattr(env, "action_space", None)
+        try:
+            require_text(env.observation_space)
+            if isinstance(space, gym.spaces.Discrete):
+                raise TypeError("Expected actions in text, got numbers")
+        except TypeError as error:
+            raise ConfigError(
+                f"Expected {settings.id!r} to speak text, got observations of"
+                f" {env.observation_space} and actions of {space}; set env.text, to {{}} or to"
+                " names for its actions (docs/quickstart.md)"
+            ) from error
+        return env
+    render: Any = text.render and resolve("envs", text.render, NO_BUILTINS)
+    success: Any = text.success
+    if isinstance(success, str):
+        success = resolve("envs", success, NO_BUILTINS)
+    options: dict[str, Any] = {"success": success, "max_turns": settings.max_turns}
+    try:
+        return TextObservation(env, render, text.actions, text.instruction, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"Expected env.text to fit {settings.id!r}: {error}") from error
 
 
 @dataclass
@@ -353,12 +394,17 @@ class Rollout:
 
 
 def shortened(reason: str) -> str:
-    r"""Return the first line of a reason, at most 120 characters of it.
+    r"""Return the first line of a reason, at most 200 characters of it and the place it names.
 
     >>> shortened("env: ValueError: no such room\nIt was torn down.")
     'env: ValueError: no such room'
+    >>> shortened("env: ValueError: " + 300 * "x" + " (game.py:12)")[-15:]
+    'xx (game.py:12)'
     """
-    return reason.strip().partition("\n")[0][:120]
+    first = reason.strip().partition("\n")[0]
+    place = re.search(r" \([^()]+:\d+\)$", first)
+    end = len(first) if place is None else place.start()
+    return first[:end][:200] + first[end:]
 
 
 def failures(episodes: Sequence[Episode]) -> dict[str, int]:
@@ -477,7 +523,28 @@ def environment_errors() -> Generator[None]:
     except Exception as error:
         if isinstance(error, ExperientialError) and not isinstance(error, ConfigError):
             raise
-        raise EnvError(f"{type(error).__name__}: {error}") from error
+        first, newline, rest = f"{type(error).__name__}: {error}".partition("\n")
+        raise EnvError(f"{first}{raised_at(error)}{newline}{rest}") from error
+
+
+def raised_at(error: Exception) -> str:
+    """Return the file and line of the environment that raised, as `` (game.py:12)``.
+
+    These are the last ones in the folder of the first module that is neither of this package nor
+    of Gymnasium. Where only those two were called it is an empty string.
+    """
+    ours = (str(Path(__file__).parent), str(Path(gym.__file__).parent))
+    frames = [
+        (Path(frame.f_code.co_filename), line)
+        for frame, line in walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith((*ours, "<"))
+    ]
+    if not frames:
+        return ""
+    folder = frames[0][0].parent
+    file, line = next(one for one in reversed(frames) if one[0].is_relative_to(folder))
+    here = Path.cwd()
+    return f" ({file.relative_to(here) if file.is_relative_to(here) else file}:{line})"
 
 
 def checked_start(answer: Any) -> Start:

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -105,7 +105,12 @@ class FakeTrainer:
     error: Exception | None = None
 
     def __init__(
-        self, experiment: Any, output: Path, resume: bool = False, observer: Observer | None = None
+        self,
+        experiment: Any,
+        output: Path,
+        resume: bool = False,
+        observer: Observer | None = None,
+        warnings: Sequence[str] = (),
     ) -> None:
         self.experiment, self.output, self.resume, self._observer = (
             experiment,
@@ -391,7 +396,8 @@ class TestUserErrors:
             "keyword argument 'worlds'",
             "160",
         )
-        assert_user_error(run_train("env.id=experiential/FrozenLake-v0", "--dry-run"), *said)
+        lake = ("--recipe", "grpo+frozen-lake", "--dry-run")
+        assert_user_error(run_train(*lake, "env.train={worlds: 160}"), *said)
 
     def test_values_that_the_environment_refuses_in_evaluation_only(self, run_train: Train) -> None:
         said = (

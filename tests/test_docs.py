@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import shlex
 import tomllib
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
+from textwrap import dedent
+from typing import Any
 
 import pytest
+import typer
 
+import experiential as xp
 from experiential.bank.options import ManagerOptions
-from experiential.recipe import recipe_names, settings_reference
+from experiential.cli import main, train
+from experiential.cli.errors import run_app
+from experiential.recipe import load_experiment, recipe_names, settings_reference
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
@@ -74,10 +82,97 @@ def test_tests_and_benchmarks_that_a_page_names_exist(page: Path) -> None:
     ] == []
 
 
+def blocks(page: Path, *languages: str) -> list[str]:
+    """The fenced blocks of a page in one of these languages; an empty string is none."""
+    found, inside = list[str](), None
+    for line in page.read_text("utf-8").splitlines():
+        fence = re.match(r"\s*```(\S*)", line)
+        if fence and inside is None:
+            inside, lines = fence[1], list[str]()
+        elif fence:
+            if inside in languages:
+                found.append("\n".join(lines))
+            inside = None
+        elif inside is not None:
+            lines.append(line)
+    assert inside is None, "an open fence"
+    return found
+
+
+OURS = re.compile(r"experiential(\.|$)")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_python_blocks_are_python(page: Path) -> None:
-    for block in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL):
-        compile(block, page.name, "exec")
+def test_python_blocks_compile_and_name_what_exists(page: Path) -> None:
+    """They are not run: many need a model, a server or another package."""
+    for block in map(dedent, blocks(page, "python")):
+        for node in ast.walk(ast.parse(block, page.name)):
+            if isinstance(node, ast.ImportFrom) and OURS.match(node.module or ""):
+                module = import_module(node.module or "")
+                names = [alias.name for alias in node.names]
+                assert [name for name in names if not hasattr(module, name)] == []
+            elif isinstance(node, ast.Import):
+                ours = [a.name for a in node.names if OURS.match(a.name)]
+                assert all(map(import_module, ours))
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                assert node.value.id != "xp" or hasattr(xp, node.attr), node.attr
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words of each line of a page's blocks that calls a command of this package."""
+    shell = "\n".join(blocks(page, "", "bash", "console", "sh")).replace("\\\n", " ")
+    lines = [line.strip().removeprefix("$ ") for line in shell.splitlines()]
+    ours = [line for line in lines if re.match(r"experiential(-train)?(\s|$)", line)]
+    plain = [re.sub(r"<[^<>]+>", "X", line).partition(" > ")[0] for line in ours]
+    words = (shlex.split(line, comments=True) for line in plain)
+    return [[word for word in line if word != "..."] for line in words]
+
+
+COMMANDS = [(page, words) for page in PAGES for words in commands(page)]
+
+
+def test_pages_show_commands() -> None:
+    shown = {" ".join(words[:2]) for _, words in COMMANDS}
+    assert {"experiential-train --recipe", "experiential eval", "experiential bank"} <= shown
+
+
+@pytest.mark.parametrize(
+    ("page", "words"), COMMANDS, ids=[f"{page.name}: {' '.join(w)}"[:60] for page, w in COMMANDS]
+)
+def test_every_command_that_a_page_shows_can_be_read(page: Path, words: list[str]) -> None:
+    """Its options exist, and the recipe and settings of a training resolve; it is not run."""
+    program, *arguments = words
+    app = train.app if program == "experiential-train" else main.app
+    command: Any = typer.main.get_command(app)
+    context = command.make_context(program, list(arguments))
+    while hasattr(command, "commands") and context._protected_args:
+        rest = [*context._protected_args, *context.args]
+        name, command, rest = command.resolve_command(context, rest)
+        context = command.make_context(name, rest, parent=context)
+    given = context.params
+    if program == "experiential-train" and not given["resume"]:
+        recipe = given["recipe"] or train.DEFAULT_RECIPE
+        if "/" in recipe or not recipe.endswith(".yaml"):  # else a file of the page's reader
+            load_experiment(ROOT / recipe if "/" in recipe else recipe, given["overrides"] or [])
+
+
+RECIPE_BLOCKS = [(page, block) for page in PAGES for block in blocks(page, "yaml")]
+
+
+@pytest.mark.parametrize(
+    ("page", "block"), RECIPE_BLOCKS, ids=[page.name for page, _ in RECIPE_BLOCKS]
+)
+def test_every_recipe_that_a_page_shows_trains_in_a_fresh_folder(
+    page: Path, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(block, "utf-8")
+    small = (
+        "bank.embedder=hashing run.steps=1 actor.groups=1 actor.group_size=2 run.trackers=[]"
+        " eval.before=false eval.after=false"
+    )
+    options = ["--recipe", "mine.yaml", "--output", "run", "--plain"]
+    assert run_app(train.app, [*options, *small.split()]) == 0
 
 
 def test_every_page_is_in_the_navigation() -> None:

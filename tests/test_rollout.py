@@ -5,8 +5,10 @@ not taken for it.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import gymnasium as gym
@@ -119,9 +121,12 @@ def rollout(
 
 
 def errors(episodes: list[Episode]) -> list[str | None]:
-    return [episode.trajectory.error for episode in episodes]
+    """Return the reasons, without the line of this file that raised."""
+    found = [episode.trajectory.error for episode in episodes]
+    return [error and re.sub(PLACE, "", error) for error in found]
 
 
+PLACE = r" \(\S*test_rollout\.py:\d+\)"
 REASONS = {
     "reset": "env: OSError: no such room\nIt was torn down.",
     "step": "env: ValueError: the floor gave way",
@@ -154,6 +159,18 @@ async def test_what_an_environment_does_wrong_fails_its_episode_by_name(
         (),
         (),
     )
+
+
+async def test_a_reason_names_the_file_and_line_of_the_environment_that_raised() -> None:
+    lines = Path(__file__).read_text("utf-8").splitlines()
+    with rollout() as play:
+        for fate, code in (("reset", 'raise OSError("no'), ("step", 'raise ValueError("the floor')):
+            (failed,) = await play.play([job(fate)])
+            number = next(i for i, line in enumerate(lines, 1) if line.strip().startswith(code))
+            first = (failed.trajectory.error or "").partition("\n")[0]
+            assert re.search(rf"test_rollout\.py:{number}\)$", first)
+        (invalid,) = await play.play([job("not finite")])
+    assert not re.search(PLACE, invalid.trajectory.error or ""), "no line of it raised"
 
 
 async def test_an_exception_that_a_thread_cannot_hand_over_is_one_too() -> None:
@@ -202,8 +219,9 @@ async def test_an_environment_that_cannot_be_closed_is_counted_and_ends_nothing(
         rollout(lambda: BrittleEnv(close="stuck\nin the door")) as play,
     ):
         assert errors(await play.play([job("step"), job("step"), job()]))[2] is None
-        assert play.close_errors == {"OSError: stuck": 2}
-    assert play.close_errors == {"OSError: stuck": 3}
+        assert [*play.close_errors.values()] == [2]
+    ((reason, times),) = play.close_errors.items()
+    assert re.fullmatch(rf"OSError: stuck{PLACE}", reason) and times == 3
 
 
 async def test_an_environment_that_cannot_be_made_fails_one_episode_after_the_other() -> None:
@@ -289,7 +307,7 @@ def test_a_step_that_the_environment_fails_as_a_whole_is_refused_with_its_reason
 def test_failures_are_counted_by_the_first_line_of_their_reason() -> None:
     reasons = ["env: A: x\none", None, "backend: y", "env: A: x\nother", "env: " + "z" * 500]
     episodes = [Episode(Trajectory(task="t", error=reason), ()) for reason in reasons]
-    assert failures(episodes) == {"env: A: x": 2, "backend: y": 1, "env: " + "z" * 115: 1}
+    assert failures(episodes) == {"env: A: x": 2, "backend: y": 1, "env: " + "z" * 195: 1}
     assert next(iter(failures(episodes))) == "env: A: x"
 
 

@@ -10,7 +10,18 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
-from experiential.cli import bank, bench, bench_export, distil, envs, evaluate, mcp, serve, stream
+from experiential.cli import (
+    bank,
+    bench,
+    bench_export,
+    distil,
+    envs,
+    evaluate,
+    init,
+    mcp,
+    serve,
+    stream,
+)
 from experiential.cli.errors import new_app, run_app
 from experiential.cli.options import AsJson, Version
 from experiential.cli.rows import show_rows
@@ -55,6 +66,7 @@ app.command("eval")(evaluate.evaluate)
 app.command("serve")(serve.serve)
 app.command("distil")(distil.distil)
 app.command("mcp")(mcp.mcp)
+app.command("init")(init.init)
 
 
 @app.callback(invoke_without_command=True)

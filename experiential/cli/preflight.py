@@ -50,8 +50,8 @@ def check_experiment(experiment: Experiment, *, dry_run: bool = False) -> Placem
     """
     from gymnasium.error import Error
 
-    from experiential.envs.make import resolve_env
-    from experiential.rollout import make_env
+    from experiential.envs.make import make, resolve_env
+    from experiential.rollout import as_text
 
     bank, embedder = experiment.bank, experiment.bank.embedder
     # Every part must exist; built-in ones are not imported for it.
@@ -84,13 +84,14 @@ def check_experiment(experiment: Experiment, *, dry_run: bool = False) -> Placem
     resolve_env(env.id)
     for name, kwargs in (("train", env.train), ("eval", env.eval)):
         try:
-            make_env(env, kwargs).close()
+            made = make(env.id, max_episode_steps=env.max_turns, **(env.kwargs | kwargs))
         except (TypeError, ValueError, Error) as error:
             reason = str(error).partition(" was raised from the environment creator")[0]
             raise ConfigError(
                 f"Expected env.kwargs and env.{name} to be arguments of {env.id!r}, got"
                 f" {env.kwargs | kwargs}: {reason}; set env.{name} to what it takes, or {{}}"
             ) from error
+        as_text(made, env).close()
     if bank.path is not None and not Path(bank.path).expanduser().is_dir():
         raise ConfigError(
             f"Expected bank.path to be an existing bank folder, got {bank.path!r}; leave it out to"

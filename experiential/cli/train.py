@@ -18,7 +18,7 @@ from experiential.cli.estimate import describe_cost
 from experiential.cli.options import KeyEnv, Version, model_overrides, named_model
 from experiential.cli.preflight import CONFIG_FILE, check_experiment, prepare_output
 from experiential.errors import BudgetError, CheckpointError, ConfigError
-from experiential.recipe import dump_experiment, load_experiment
+from experiential.recipe import dump_experiment, load_experiment, misplaced_numbers
 
 DEFAULT_RECIPE = "complementary"
 
@@ -136,7 +136,8 @@ def train(
             )
         summary, spent, interrupted = None, None, False
         try:
-            trainer = Trainer(experiment, folder, resume=found, observer=observe)
+            noted = [] if found else list(misplaced_numbers(source, settings))
+            trainer = Trainer(experiment, folder, found, observe, warnings=noted)
             with Interrupts(view.say) as interrupts:
                 summary = interrupts.run(trainer.arun())
         except BudgetError as error:

@@ -12,7 +12,7 @@ import contextlib
 import math
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -49,6 +49,7 @@ from experiential.training.methods.method import Method, Run
 from experiential.training.methods.prepare import OfflineBank
 from experiential.training.methods.reflection import Reflection
 from experiential.training.metrics import Metrics, Observer, episode_row, peak_memory_gb, step_event
+from experiential.training.preflight import find_warnings, look_at
 from experiential.training.roles import Roles
 from experiential.training.runtime import METHODS, LossSettings, Policies, TrainStats, build_runtime
 
@@ -65,6 +66,7 @@ class Trainer:
         resume: continue from the newest checkpoint in ``output``.
         observer: receives every event as a dict (see docs/quickstart.md).
         runtimes: actor and extractor policies, which stay open; None builds and closes its own.
+        warnings: of the settings, recorded as events at the start.
 
     Raises:
         CheckpointError: ``resume`` and there is nothing to resume from.
@@ -78,11 +80,12 @@ class Trainer:
         resume: bool = False,
         observer: Observer | None = None,
         runtimes: Policies | None = None,
+        warnings: Sequence[str] = (),
     ) -> None:
         self.experiment, self.output = experiment, Path(output)
         self._store = CheckpointStore(self.output / "checkpoints")
         self._restored = self._store.latest() if resume else None
-        self._observer, self._given = observer, runtimes
+        self._observer, self._given, self._warnings = observer, runtimes, tuple(warnings)
         self._start = self._at = 0
         self._visits: list[Visits] = []
         self._bank: ForkableBank | None = None
@@ -217,6 +220,8 @@ class Trainer:
         about |= {"recipe": settings.recipe, "seed": settings.seed}
         emit({"event": "start", "step": self._start} | about)
         if self._restored is None:
+            await self._warn(listed=worlds is not None)
+        if self._restored is None:
             for method in self._methods:
                 await method.begin()
         if self._manager is not None and not settings.extractor.distill:
@@ -253,6 +258,18 @@ class Trainer:
         )
         stack.callback(self._manager.close, drain=None)  # a resumed run goes on with its queue
         self._bank.embedder(["warm up"])  # loads the embedder now and not in the first rollout
+
+    async def _warn(self, *, listed: bool) -> None:
+        """Record the warnings of the settings, and those of a look at the environment."""
+        settings, texts = self.experiment, list(self._warnings)
+        if settings.run.preflight and settings.run.steps:
+            tasks = self._tasks.tasks(0, 8)
+            remote = settings.runtime == "openrlhf" and settings.cluster.env_workers
+            look = await asyncio.to_thread(look_at, settings, [] if remote else tasks)
+            found = find_warnings(settings, look, listed=listed, bank=self._bank)
+            texts += await asyncio.to_thread(list, found)
+        for text in texts:
+            self._metrics.emit({"event": "warning", "step": self._start, "text": text})
 
     def _reviewer(self, llm: LLM | None = None) -> Reviewer | None:
         """Return the judge of retrieved experience, where a method has one."""

@@ -319,7 +319,7 @@ class EpisodeLog:
         if ended.success is None and self.needs_outcome:
             raise EnvError(
                 "Expected the environment to say at the end whether the episode was a success, got"
-                " no info['success']; set it, or wrap it in TextObservation(success=return)"
+                " no info['success']; set it, or env.text.success (TextObservation(success=return))"
             )
         self.last_trajectory = ended
         failure = episode.submit()
