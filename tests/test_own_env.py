@@ -144,6 +144,7 @@ def test_a_wrong_wrapping_is_one_line(
     assert said in error and error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_init_writes_a_package_whose_test_passes_and_which_trains(tmp_path: Path) -> None:
     """In processes of their own and without an installation, as a user has it first."""
     assert run_app(main.app, ["init", str(tmp_path / "my-env")]) == 0
