@@ -104,7 +104,7 @@ shape: install  ## the figures of the code itself: size, grain, prose, imports, 
 
 docs: install  ## build the documentation into site/
 	@$(BIN)/experiential settings --markdown > docs/configuration.md
-	@$(BIN)/mkdocs build --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "site/index.html"
 
 bench: install  ## run the benchmarks (hours); results go to benchmarks/results/

@@ -184,6 +184,11 @@ def test_every_page_is_in_the_navigation() -> None:
     ] == []
 
 
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = "".join(path.read_text("utf-8") for path in (ROOT / "docs" / "api").glob("*.md"))
+    assert set(re.findall(r"(?m)^::: experiential\.(\w+)$", pages)) == set(xp.__all__)
+
+
 def test_every_make_target_of_the_readme_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
     assert (
