@@ -22,7 +22,13 @@ import torch
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
 from experiential.config import ActorSettings, EnvSettings, Experiment, OptimSettings
-from experiential.errors import BackendError, BankError, BankLockedError, CheckpointError
+from experiential.errors import (
+    BackendError,
+    BankError,
+    BankLockedError,
+    CheckpointError,
+    ExperientialError,
+)
 from experiential.evaluation.intervals import paired_difference, wilson
 from experiential.evaluation.visits import Visits
 from experiential.llm.base import Prompt, SamplingParams
@@ -480,3 +486,14 @@ def test_a_metrics_line_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps({"event": "step", "step": 1}) + '\n{"event": "st')
     assert read_events(path) == [{"event": "step", "step": 1}]
+
+
+async def test_in_a_running_loop_run_names_the_coroutine_which_trains(tmp_path: Path) -> None:
+    settings = experiment("grpo", "eval.before=false", "eval.after=false")
+    runtimes = policies()
+    trainer = Trainer(settings, tmp_path / "run", runtimes=runtimes)
+    with pytest.raises(ExperientialError, match=r"use `await trainer.arun\(\)`"):
+        trainer.run()
+    assert (await trainer.arun())["steps"] == 2
+    for policy in runtimes:
+        policy.close()

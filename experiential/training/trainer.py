@@ -99,8 +99,18 @@ class Trainer:
         ``output``, ``ratio_later_visits`` (success with the bank on later visits, after over
         before), ``difference`` (with the bank minus without, after training, with its interval) and
         ``files``.
+
+        Raises:
+            ExperientialError: an event loop runs in this thread, as in a notebook: await ``arun``.
         """
-        return asyncio.run(self.arun())
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(self.arun())
+        raise ExperientialError(
+            "Expected run() outside an event loop, got a running one, as in a notebook;"
+            " use `await trainer.arun()` there"
+        )
 
     async def arun(self) -> dict[str, Any]:
         """Train and evaluate from inside an event loop; see ``run``.
