@@ -20,7 +20,7 @@ from typing import Any
 
 from experiential.envs import register as _register
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _register()
 

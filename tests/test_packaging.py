@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
+import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -25,8 +28,42 @@ def test_the_wheel_is_the_package_which_imports_nothing_that_stays_outside() -> 
             assert not {name.partition(".")[0] for name in names} & {"benchmarks", "tests", "tools"}
 
 
-def test_the_source_distribution_holds_what_its_tests_import() -> None:
-    assert {"experiential", "tests", "tools", "benchmarks/*.py"} <= set(HATCH["sdist"]["include"])
+@pytest.mark.slow
+def test_the_source_distribution_builds_and_tests_itself(tmp_path: Path) -> None:
+    pytest.importorskip("hatch_fancy_pypi_readme", reason="needs the build's own packages")
+    build = [sys.executable, "-m", "hatchling", "build", "--directory", str(tmp_path)]
+    subprocess.run([*build, "--target", "sdist"], cwd=ROOT, check=True)
+    (packed,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(packed) as archive:
+        archive.extractall(tmp_path, filter="data")
+    source = tmp_path / packed.name.removesuffix(".tar.gz")
+    subprocess.run([*build, "--target", "wheel"], cwd=source, check=True)
+    assert list(tmp_path.glob("*.whl"))
+    tests = ["tests/test_layers.py", "tests/test_docs.py", "-k", "layers or results or every"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n0", "-m", "not slow", *tests],
+        cwd=source,
+        env=os.environ | {"PYTHONPATH": str(source)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_the_page_of_an_index_has_no_link_into_the_repository() -> None:
+    pytest.importorskip("hatch_fancy_pypi_readme", reason="needs the build's own packages")
+    metadata = subprocess.run(
+        [sys.executable, "-m", "hatchling", "metadata", "readme"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    text = metadata.stdout
+    assert re.findall(r"\]\((?!https?:)[^)]*\)", text) == []
+    assert "An outcome that nobody" in " ".join(text.split())  # the words of a link stay
+    assert "| `complementary` |" in text and "Left: training" not in text
 
 
 @pytest.mark.slow
