@@ -24,6 +24,7 @@ LAYERS = [
     ("training",),
     ("recipe",),
     ("",),  # experiential/__init__.py
+    ("ui",),
     ("cli",),
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

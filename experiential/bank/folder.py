@@ -44,12 +44,14 @@ from experiential.bank.records import (
     Asked,
     Commit,
     Duplicates,
+    EpisodeSummary,
     Explanation,
     Judge,
     LogEntry,
     Policy,
     Shown,
     Standing,
+    UsedIn,
 )
 from experiential.bank.search.where import Scope, Scored
 from experiential.bank.state import (
@@ -293,6 +295,14 @@ class FolderBank(StateReader, Bank, Shared):
 
     def trajectory(self, id: str) -> Trajectory | None:
         return self._ledger.trajectory(id)
+
+    def episodes(self) -> list[EpisodeSummary]:
+        """Return every recorded episode without its turns, oldest first."""
+        return self._ledger.summaries()
+
+    def used_in(self, id: str) -> list[UsedIn]:
+        """Return every use of an entry, at any of its versions, oldest first."""
+        return self._ledger.used_in(checked_text(id, "id"))
 
     # Evidence
 

@@ -166,3 +166,44 @@ class Explanation(Record):
     error: str | None
     shown: tuple[Shown, ...]
     written: tuple[Experience, ...]
+
+
+class EpisodeSummary(Record):
+    """Describe one recorded episode in a line of a list.
+
+    Attributes:
+        step: of the run that played it; None where only a bank knows it.
+        success: None where the outcome is unknown, or the episode failed for a technical cause.
+    """
+
+    id: str
+    step: int | None = None
+    task: str
+    task_id: str = ""
+    success: bool | None
+    score: float | None = None
+    reward: float = 0.0
+    condition: Condition
+    turns: int
+    uses: int = 0
+    attempt: int = 1
+    error: str | None = None
+
+    @property
+    def outcome(self) -> Literal["success", "failure", "unknown", "error"]:
+        """Return how it ended, in a word."""
+        if self.error is not None:
+            return "error"
+        return "unknown" if self.success is None else "success" if self.success else "failure"
+
+
+class UsedIn(Record):
+    """Describe one use of an entry: the episode and turn in which an agent saw it."""
+
+    episode: str
+    version: int
+    turn: int
+    how: str
+    rejected: bool = False
+    task: str
+    success: bool | None

@@ -16,6 +16,7 @@ from experiential.cli import (
     bench_export,
     distil,
     envs,
+    episodes,
     evaluate,
     init,
     mcp,
@@ -62,6 +63,7 @@ bench.app.command("stream")(stream.stream)
 bench.app.command("export")(bench_export.export)
 app.add_typer(bench.app, name="bench")
 app.add_typer(envs.app, name="envs")
+app.command("episodes")(episodes.episodes)
 app.command("eval")(evaluate.evaluate)
 app.command("serve")(serve.serve)
 app.command("distil")(distil.distil)

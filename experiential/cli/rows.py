@@ -17,6 +17,19 @@ from rich.text import Text
 SHORT, LONGEST = 12, 40
 """In a narrow terminal, lines up to `SHORT`, as figures, and words up to `LONGEST` stay whole."""
 _INTERVAL = re.compile(r"(\d(?: %)?) \[")
+_CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""Characters that a terminal obeys instead of showing them, and those that cannot be written."""
+
+
+def printable(text: object) -> str:
+    r"""Return a text for a terminal: control characters are shown as escapes, not obeyed.
+
+    >>> print(printable("\x1b]0;title\x07 and \x9b2J"))
+    \x1b]0;title\x07 and \x9b2J
+    """
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], str(text))
 
 
 def show_rows(
@@ -34,7 +47,8 @@ def show_rows(
     for name in rows[0] if rows else ():
         table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(texts.get(str(value), str(value))) for value in row.values()))
+        shown = (texts.get(str(value), str(value)) for value in row.values())
+        table.add_row(*(Text(printable(one)) for one in shown))
     if rows:
         show_table(Console(), table)
     else:
@@ -120,4 +134,4 @@ def show_json(value: Any) -> None:
 
 def show_line(console: Console, text: str) -> None:
     """Print a text as it is, without markup, colours or line breaks of its own."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)

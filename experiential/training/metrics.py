@@ -109,24 +109,6 @@ def step_event(step: int, episodes: Sequence[Episode], update: TrainStats) -> di
     return event
 
 
-def episode_row(episode: Episode) -> dict[str, Any]:
-    """Return one line of the episode log."""
-    t = episode.trajectory
-    return {
-        "task_id": t.task_id,
-        "instance": t.instance,
-        "group": t.group,
-        "condition": t.condition.value,
-        "seed": t.seed,
-        "attempt": episode.attempt,
-        "success": bool(t.success),
-        "reward": t.reward,
-        "turns": len(t.turns),
-        "uses": len(t.uses),
-        "error": t.error,
-    }
-
-
 def mean(values: Sequence[float]) -> float | None:
     """Return the mean of values; None without any."""
     return sum(values) / len(values) if values else None

@@ -24,6 +24,7 @@ from experiential.bank.protocol import Bank, ForkableBank
 from experiential.config import Experiment
 from experiential.errors import BudgetError, CheckpointError, ExperientialError
 from experiential.evaluation.arms import NEEDS_BANK
+from experiential.evaluation.episode_log import EPISODES_FILE, episode_row
 from experiential.evaluation.intervals import paired_difference
 from experiential.evaluation.visits import Meters, VisitEvaluator, Visits, manager_options
 from experiential.llm.base import LLM
@@ -48,7 +49,7 @@ from experiential.training.methods.internalise import SelfDistillation
 from experiential.training.methods.method import Method, Run
 from experiential.training.methods.prepare import OfflineBank
 from experiential.training.methods.reflection import Reflection
-from experiential.training.metrics import Metrics, Observer, episode_row, peak_memory_gb, step_event
+from experiential.training.metrics import Metrics, Observer, peak_memory_gb, step_event
 from experiential.training.preflight import find_warnings, look_at
 from experiential.training.roles import Roles
 from experiential.training.runtime import METHODS, LossSettings, Policies, TrainStats, build_runtime
@@ -195,7 +196,7 @@ class Trainer:
         self._roles = Roles(settings, (self.actor, self.extractor))
         self._metrics = Metrics(self.output / _METRICS, self._observer)
         stack.callback(self._metrics.close)
-        self._episodes = Metrics(self.output / "episodes.jsonl")
+        self._episodes = Metrics(self.output / EPISODES_FILE)
         stack.callback(self._episodes.close)
         if settings.extractor.enabled:
             self._open_bank(stack)

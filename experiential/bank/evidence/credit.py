@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from experiential.bank.records import EpisodeSummary, UsedIn
 from experiential.bank.storage.journal import Journal
 from experiential.types import Condition, Statistics, Trajectory, Use
 
@@ -19,6 +20,19 @@ _SEEN = """
     SELECT trajectory, experience, version, json_extract(record, '$.score') FROM uses
     WHERE namespace = ? AND COALESCE(json_extract(record, '$.verdict'), '') <> 'reject'
     ORDER BY rowid"""
+
+_SUMMARIES = """
+    SELECT id, json_extract(record, '$.task'), json_extract(record, '$.task_id'), success,
+        json_extract(record, '$.score'), reward, condition, json_array_length(record, '$.turns'),
+        json_array_length(record, '$.uses'), error
+    FROM trajectories WHERE namespace = ? ORDER BY rowid"""
+_USED_IN = """
+    SELECT u.trajectory, u.version, json_extract(u.record, '$.turn'),
+        json_extract(u.record, '$.how'),
+        COALESCE(json_extract(u.record, '$.verdict'), '') = 'reject',
+        json_extract(t.record, '$.task'), t.success
+    FROM uses u JOIN trajectories t ON t.namespace = u.namespace AND t.id = u.trajectory
+    WHERE u.namespace = ? AND u.experience = ? ORDER BY u.rowid"""
 
 
 def lineage(
@@ -148,6 +162,19 @@ class Ledger:
         statement = "SELECT record FROM trajectories WHERE namespace = ? AND id = ?"
         record = self.journal.value(statement, self.namespace, id)
         return None if record is None else Trajectory.model_validate_json(record)
+
+    def summaries(self) -> list[EpisodeSummary]:
+        """Return every journalled trajectory without its turns, oldest first."""
+        names = ("id", "task", "task_id", "success", "score", "reward", "condition", "turns")
+        names = (*names, "uses", "error")
+        rows = self.journal.rows(_SUMMARIES, self.namespace)
+        return [EpisodeSummary(**dict(zip(names, row, strict=True))) for row in rows]
+
+    def used_in(self, id: str) -> list[UsedIn]:
+        """Return every use of an entry, at any version, oldest first."""
+        names = ("episode", "version", "turn", "how", "rejected", "task", "success")
+        rows = self.journal.rows(_USED_IN, self.namespace, id)
+        return [UsedIn(**dict(zip(names, row, strict=True))) for row in rows]
 
     def outcomes(self, id: str, version: int) -> list[int]:
         """Return 1 or 0 for every use of an entry version that has an outcome, oldest first."""

@@ -68,6 +68,26 @@ class WriterLock:
                 os.close(descriptor)
 
 
+def lock_owner(folder: Path) -> str | None:
+    """Describe the process that writes a bank folder now; None if none does."""
+    with _guard:
+        if os.path.realpath(folder) in _held:
+            return "this process"
+        try:
+            descriptor = os.open(folder / LOCK_NAME, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            content = os.pread(descriptor, 4096, 0)
+            if content:  # a writer empties it when it ends, a killed one leaves it
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return described_owner(content)
+        finally:
+            os.close(descriptor)  # and with it the lock just taken
+        return None
+
+
 def described_owner(content: bytes) -> str:
     """Describe the process that wrote a lock file."""
     try:

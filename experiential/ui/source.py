@@ -1,0 +1,451 @@
+"""Read what a bank or a run holds: episodes, entries, events; also while another process writes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiential.bank.folder import FolderBank
+from experiential.bank.records import (
+    Asked,
+    DeadLetter,
+    EpisodeSummary,
+    LogEntry,
+    Standing,
+    UsedIn,
+)
+from experiential.bank.storage.journal import JOURNAL_NAME
+from experiential.bank.storage.lock import lock_owner
+from experiential.errors import BankError, ConfigError
+from experiential.evaluation.card import Card
+from experiential.evaluation.episode_log import EPISODES_FILE, EpisodeLog, PlayedTranscript
+from experiential.training.metrics import read_events
+from experiential.types import Experience, Record
+
+METRICS_FILE, CARD_FILE = "metrics.jsonl", "card.json"
+SHORTEST_ID = 8
+
+
+class Advice(Record):
+    """Describe one entry that reached the agent in an episode.
+
+    Attributes:
+        turn: at whose observation, from 0.
+        text: what was shown; None where the bank of the run is gone.
+        rejected: the actor rejected it, so that it was not shown.
+        is_live: whether this version is what the bank holds today.
+    """
+
+    turn: int
+    how: str
+    id: str
+    version: int
+    text: str | None
+    rank: int
+    score: float
+    rejected: bool
+    is_live: bool
+
+
+class Written(Record):
+    """Describe one entry version distilled from an episode, and where it was used later."""
+
+    operation: str
+    entry: Experience
+    is_live: bool
+    used: tuple[UsedIn, ...]
+
+
+class EpisodeView(Record):
+    """Describe all that is known of one episode.
+
+    Attributes:
+        distilled: what became of its distillation, in words.
+        answers: what the extractor answered, where it wrote something.
+    """
+
+    summary: EpisodeSummary
+    transcript: PlayedTranscript
+    advice: tuple[Advice, ...]
+    written: tuple[Written, ...]
+    distilled: str
+    answers: tuple[str, ...]
+
+
+class EntryRow(Record):
+    """Describe one entry in the list of what was learned.
+
+    Attributes:
+        helps: posterior probability that the success rate with the entry is above that without.
+    """
+
+    entry: Experience
+    standing: Standing
+    helps: float
+
+
+class Version(Record):
+    """Describe one version of an entry; ``text`` is None in the line of its removal."""
+
+    commit: LogEntry
+    text: str | None
+    trajectory: str | None
+
+
+class EntryView(Record):
+    """Describe one entry: its versions, oldest first, and where it was used, newest first."""
+
+    row: EntryRow
+    is_live: bool
+    versions: tuple[Version, ...]
+    used: tuple[UsedIn, ...]
+
+
+class Letter(DeadLetter):
+    """Describe an episode whose distillation was given up."""
+
+    task: str
+
+
+class Source:
+    """Read the folder of a bank, or of a run with or without one.
+
+    A bank is read as a private copy, made anew when its journal has changed. All methods may be
+    called from any thread.
+
+    Args:
+        path: the folder.
+        namespace: of the bank.
+
+    Raises:
+        ConfigError: the folder is neither.
+    """
+
+    def __init__(self, path: Path, namespace: str = "default") -> None:
+        self.path, self.namespace = path, namespace
+        is_bank = (path / JOURNAL_NAME).is_file()
+        files = (EPISODES_FILE, METRICS_FILE, CARD_FILE)
+        self.run = None if is_bank else path
+        if not is_bank and not any((path / name).is_file() for name in files):
+            raise ConfigError(
+                f"Expected the folder of a bank ({JOURNAL_NAME}) or of a run ({EPISODES_FILE}), got"
+                f" {path}"
+            )
+        self.bank_folder = path if is_bank else path / "bank"
+        self._lock = threading.RLock()
+        self._bank: FolderBank | None = None
+        self._seen: object = None  # the state of the journal that was copied
+        self._log = None if is_bank else EpisodeLog(path / EPISODES_FILE)
+
+    # The bank
+
+    @property
+    def has_bank(self) -> bool:
+        """Return whether there is a bank; that of a run comes with its first step."""
+        return (self.bank_folder / JOURNAL_NAME).is_file()
+
+    @contextmanager
+    def bank(self) -> Generator[FolderBank | None]:
+        """Open the bank read-only, as it is now; None if there is none."""
+        with self._lock:
+            if not self.has_bank:
+                yield None
+                return
+            state = self._journal_state()
+            if self._bank is None or state != self._seen:
+                if self._bank is not None:
+                    self._bank.close()
+                    self._bank = None
+                self._bank, self._seen = self._opened(read_only=True), state
+            yield self._bank
+
+    @contextmanager
+    def writing(self) -> Generator[FolderBank]:
+        """Open the bank for writing, for one change.
+
+        Raises:
+            BankLockedError: another process writes it.
+        """
+        with self._lock:
+            bank = self._opened(read_only=False)
+            try:
+                yield bank
+            finally:
+                bank.close()
+
+    def writer(self) -> str | None:
+        """Return who writes the bank now, in words; None if nobody does."""
+        return lock_owner(self.bank_folder) if self.has_bank else None
+
+    def close(self) -> None:
+        """Close the copy of the bank."""
+        with self._lock:
+            if self._bank is not None:
+                self._bank.close()
+                self._bank = None
+
+    def _opened(self, *, read_only: bool) -> FolderBank:
+        return FolderBank(self.bank_folder, namespace=self.namespace, read_only=read_only)
+
+    def _journal_state(self) -> object:
+        states: list[tuple[int, int]] = []
+        for name in (JOURNAL_NAME, f"{JOURNAL_NAME}-wal"):
+            file = self.bank_folder / name
+            status = file.stat() if file.exists() else None
+            states.append((status.st_mtime_ns, status.st_size) if status else (0, 0))
+        return states
+
+    # Episodes
+
+    def episodes(self) -> list[EpisodeSummary]:
+        """Return all episodes, oldest first: those that the run played, or that the bank recorded.
+
+        Raises:
+            ConfigError: the run was written by an older version.
+        """
+        with self._lock:
+            if self._log is not None and self._log.path.is_file():
+                return self._log.summaries()
+            with self.bank() as bank:
+                return [] if bank is None else bank.episodes()
+
+    def episode(self, prefix: str) -> EpisodeView:
+        """Return all that is known of one episode.
+
+        Raises:
+            ConfigError: no id, or more than one, begins with ``prefix``.
+        """
+        with self._lock, self.bank() as bank:
+            known = {one.id: one for one in self.episodes()}
+            if bank is not None and self._log is not None:  # those of a cold start, say
+                known = {one.id: one for one in bank.episodes()} | known
+            id = matched(prefix, known, f"an episode of {self.path}")
+            transcript = None if self._log is None else self._log.transcript(id)
+            if transcript is None and bank is not None:
+                recorded = bank.trajectory(id)
+                transcript = None if recorded is None else PlayedTranscript(trajectory=recorded)
+            if transcript is None:
+                raise ConfigError(
+                    f"Expected episode {id} in {self.path}, got it rewound; try again"
+                )
+            advice = tuple(self._advice(bank, transcript))
+            written, answers, distilled = self._written(bank, id)
+            return EpisodeView(
+                summary=known[id],
+                transcript=transcript,
+                advice=advice,
+                written=written,
+                distilled=distilled,
+                answers=answers,
+            )
+
+    def _advice(self, bank: FolderBank | None, transcript: PlayedTranscript) -> Iterable[Advice]:
+        for use in transcript.trajectory.uses:
+            text, live = None, None
+            if bank is not None:
+                entry = bank.version(use.experience_id, use.experience_version)
+                refined = bank.generation(use.refinement) if use.refinement else None
+                text = None if entry is None else entry.text
+                text = text if refined is None else refined.text
+                live = bank.get(use.experience_id)
+            yield Advice(
+                turn=use.turn,
+                how=use.how,
+                id=use.experience_id,
+                version=use.experience_version,
+                text=text,
+                rank=use.rank,
+                score=use.score,
+                rejected=use.verdict == "reject",
+                is_live=live is not None and live.version == use.experience_version,
+            )
+
+    def _written(
+        self, bank: FolderBank | None, id: str
+    ) -> tuple[tuple[Written, ...], tuple[str, ...], str]:
+        """Return what was distilled from an episode, the extractor's answers, and its state."""
+        if bank is None:
+            return (), (), "there is no bank"
+        if bank.trajectory(id) is None:
+            return (), (), "the bank has no record of it"
+        written, answers = list[Written](), dict[str, None]()
+        for entry in bank.why(id).written:
+            live = bank.get(entry.id)
+            uses = (use for use in bank.used_in(entry.id) if use.version >= entry.version)
+            written.append(
+                Written(
+                    operation="add" if entry.version == 1 else "update",
+                    entry=entry,
+                    is_live=live is not None and live.version == entry.version,
+                    used=tuple(uses),
+                )
+            )
+            generation = bank.generation(entry.provenance.generation or "")
+            if generation is not None:
+                answers[generation.text] = None
+        state = bank.queue.state(id)
+        words = {
+            "queued": "waits for distillation",
+            "dead": "its distillation was given up",
+            "done": "distilled, and nothing was written",
+        }
+        said = words.get(state or "", "nothing was distilled from it")
+        return tuple(written), tuple(answers), "distilled" if written else said
+
+    # Entries
+
+    def entries(self) -> list[EntryRow]:
+        """Return the live entries, those that most probably help first."""
+        with self.bank() as bank:
+            if bank is None:
+                return []
+            rows = _rows(bank, list(bank))
+        return sorted(rows, key=lambda row: (-row.helps, -row.standing.uses))
+
+    def entry(self, prefix: str) -> EntryView:
+        """Return all that is known of one entry, live or retired.
+
+        Raises:
+            ConfigError: no id of a live entry begins with ``prefix``, and no entry ever had it.
+        """
+        with self.bank() as bank:
+            if bank is None:
+                raise ConfigError(f"Expected a bank in {self.path}, got none")
+            live = {entry.id: entry for entry in bank}
+            near = [id for id in live if id.startswith(prefix)] if prefix else []
+            id = near[0] if len(near) == 1 else prefix
+            try:
+                log = bank.history(id)
+            except (BankError, ValueError):
+                raise ConfigError(
+                    f"Expected the id of one entry of {self.bank_folder}, got {prefix!r}"
+                ) from None
+            versions = list[Version]()
+            last: Experience | None = None
+            for commit in log:
+                entry = None if commit.version is None else bank.version(id, commit.version)
+                last = entry or last
+                text = None if entry is None else entry.text
+                trajectory = None if entry is None else entry.provenance.trajectory
+                versions.append(Version(commit=commit, text=text, trajectory=trajectory))
+            if last is None:
+                raise ConfigError(f"Expected a version of entry {id}, got none; see bank doctor")
+            [row] = _rows(bank, [live.get(id, last)])
+            used = tuple(reversed(bank.used_in(id)))
+            return EntryView(row=row, is_live=id in live, versions=tuple(versions), used=used)
+
+    def commits(self) -> list[LogEntry]:
+        """Return the commits of the bank that changed entries, newest first."""
+        with self.bank() as bank:
+            log = [] if bank is None else bank.history()
+        return [commit for commit in reversed(log) if commit.changes]
+
+    def letters(self) -> list[Letter]:
+        """Return the episodes whose distillation was given up, oldest first."""
+        with self.bank() as bank:
+            if bank is None:
+                return []
+            letters = list[Letter]()
+            for one in bank.queue.dead_letters():
+                trajectory = bank.trajectory(one.id)
+                task = "" if trajectory is None else trajectory.task
+                letters.append(Letter(**one.model_dump(), task=task))
+            return letters
+
+    # The run
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return the events of the run so far; none for a bank."""
+        file = None if self.run is None else self.run / METRICS_FILE
+        return read_events(file) if file is not None and file.is_file() else []
+
+    def cards(self) -> list[tuple[Path, Card]]:
+        """Return the cards of `experiential eval` that lie in the folder, or one below it."""
+        if self.run is None:
+            return []
+        files = sorted({*self.run.glob(CARD_FILE), *self.run.glob(f"*/{CARD_FILE}")})
+        return [(file, Card.model_validate_json(file.read_text("utf-8"))) for file in files]
+
+
+def _rows(bank: FolderBank, entries: Sequence[Experience]) -> list[EntryRow]:
+    asked = [Asked(id=entry.id, version=entry.version) for entry in entries]
+    standings = bank.standings(asked)
+    helps = probability_of_lead(
+        np.array([one.posterior for one in standings], dtype=np.float64).reshape(-1, 2),
+        np.array([one.baseline for one in standings], dtype=np.float64).reshape(-1, 2),
+    )
+    return [
+        EntryRow(entry=entry, standing=standing, helps=float(lead))
+        for entry, standing, lead in zip(entries, standings, helps, strict=True)
+    ]
+
+
+def probability_of_lead(
+    first: np.ndarray[Any, np.dtype[np.float64]], second: np.ndarray[Any, np.dtype[np.float64]]
+) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return P(x > y) for independent x and y of Beta distributions, by a sum over a grid.
+
+    Args:
+        first: parameters (alpha, beta) of x, shape (n, 2).
+        second: those of y, shape (n, 2).
+
+    Returns:
+        the probabilities, shape (n,).
+
+    >>> probability_of_lead(np.array([[1.0, 1.0], [9.0, 1.0]]), np.array([[1.0, 1.0]] * 2)).round(2)
+    array([0.5, 0.9])
+    """
+    grid = (np.arange(512) + 0.5) / 512
+
+    def density(parameters: np.ndarray[Any, np.dtype[np.float64]]) -> Any:
+        alpha, beta = parameters[:, :1], parameters[:, 1:]
+        log = (alpha - 1) * np.log(grid) + (beta - 1) * np.log1p(-grid)
+        weight = np.exp(log - log.max(axis=1, keepdims=True))
+        return weight / weight.sum(axis=1, keepdims=True)
+
+    if not len(first):
+        return np.zeros(0)
+    x, y = density(first), density(second)
+    return (x * (y.cumsum(axis=1) - y / 2)).sum(axis=1)
+
+
+def matched(prefix: str, ids: Iterable[str], what: str) -> str:
+    """Return the only id that begins with ``prefix``.
+
+    >>> matched("ab", ["abc", "b"], "an entry")
+    'abc'
+
+    Raises:
+        ConfigError: there is none, or more than one.
+    """
+    ids = list(ids)
+    if prefix in ids:
+        return prefix
+    near = [id for id in ids if prefix and id.startswith(prefix)]
+    if len(near) == 1:
+        return near[0]
+    if near:
+        raise ConfigError(
+            f"Expected the beginning of one id of {what}, got {prefix!r}, which {len(near)} have;"
+            " write more of it"
+        )
+    raise ConfigError(f"Expected the id of {what}, or its beginning, got {prefix!r}")
+
+
+def id_length(ids: Iterable[str]) -> int:
+    """Return the number of characters, at least 8, by which ids differ.
+
+    >>> id_length(["0123456789", "0123456780"]), id_length(["a" * 32])
+    (10, 8)
+    """
+    known = sorted(set(ids))
+    longest = SHORTEST_ID
+    for one, other in zip(known, known[1:], strict=False):
+        common = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
+        longest = max(longest, common + 1)
+    return longest
