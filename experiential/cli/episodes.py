@@ -14,7 +14,7 @@ from experiential.cli.options import AsJson, Namespace
 from experiential.cli.rows import show_json, show_line, show_rows
 
 if TYPE_CHECKING:
-    from experiential.bank.records import EpisodeSummary, UsedIn
+    from experiential.bank.records import UsedIn
     from experiential.ui.source import Advice, EpisodeView
 
 Outcome = Literal["success", "failure", "unknown", "error"]
@@ -38,7 +38,7 @@ def episodes(
     then: experiential episodes runs/mine 3fa9
     """
     from experiential.errors import BankError, ConfigError
-    from experiential.ui.source import Source, id_length
+    from experiential.ui.source import Source, filtered, id_length
 
     with closing(Source(path, namespace)) as source:
         try:
@@ -71,23 +71,6 @@ def episodes(
         for one in found
     ]
     show_rows(rows, False)
-
-
-def filtered(
-    known: Iterable[EpisodeSummary],
-    task: str | None = None,
-    outcome: str | None = None,
-    step: int | None = None,
-) -> list[EpisodeSummary]:
-    """Return the episodes whose task has the words, that ended so, and that a step played."""
-    words = (task or "").casefold().split()
-    return [
-        one
-        for one in known
-        if all(word in f"{one.task} {one.task_id}".casefold() for word in words)
-        and outcome in (None, "", one.outcome)
-        and step in (None, one.step)
-    ]
 
 
 def show_episode(console: Console, view: EpisodeView) -> None:

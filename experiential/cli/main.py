@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -22,10 +23,12 @@ from experiential.cli import (
     mcp,
     serve,
     stream,
+    ui,
 )
 from experiential.cli.errors import new_app, run_app
 from experiential.cli.options import AsJson, Version
-from experiential.cli.rows import show_rows
+from experiential.cli.rows import show_line, show_rows
+from experiential.errors import MissingExtraError
 from experiential.recipe import (
     Setting,
     describe_recipe,
@@ -69,6 +72,7 @@ app.command("serve")(serve.serve)
 app.command("distil")(distil.distil)
 app.command("mcp")(mcp.mcp)
 app.command("init")(init.init)
+app.command("ui")(ui.ui)
 
 
 @app.callback(invoke_without_command=True)
@@ -145,10 +149,19 @@ def doctor(as_json: AsJson = False, cluster: Cluster = False, address: RayAddres
 
 @app.command()
 def report(folder: Annotated[Path, Argument(help="Output folder of a run.")]) -> None:
-    """Show the results of a run again, and draw its learning curve."""
+    """Show the results of a run again, draw its learning curve, and write its static page."""
     from experiential.cli.report import show_report
+    from experiential.ui.page import REPORT_FILE, write_report
+    from experiential.ui.source import Source
 
     show_report(Console(), folder)
+    with closing(Source(folder)) as source:
+        try:
+            written = write_report(source, folder / REPORT_FILE)
+        except MissingExtraError as error:
+            show_line(Console(), f"no page: {error}")
+        else:
+            show_line(Console(), f"{'page':>15}  {written}")
 
 
 def main() -> None:

@@ -14,11 +14,12 @@ from rich.table import Table
 
 from experiential.cli.rows import show_line, show_table
 from experiential.errors import ConfigError
-from experiential.evaluation.intervals import Interval, paired_difference, wilson
+from experiential.evaluation.intervals import paired_difference
 from experiential.evaluation.page import show_percent
 from experiential.evaluation.picture import distances, finish, smooth, training_curve
 from experiential.llm.metered import Spent
 from experiential.training.metrics import read_events
+from experiential.ui.views import evaluations, rate
 
 Event = Mapping[str, Any]
 METRICS_FILE = "metrics.jsonl"
@@ -29,18 +30,6 @@ REWARDS = {
 }
 """What ``extractor.reward`` means, in words."""
 ARMS = {"on": "with the bank", "off": "without"}
-
-
-def evaluations(events: Iterable[Event]) -> list[Event]:
-    """Return the evaluation events; of several at one step and arm (a resumed run) the newest."""
-    newest = {(event["step"], event["arm"]): event for event in events if event["event"] == "eval"}
-    return [newest[key] for key in sorted(newest)]
-
-
-def rate(event: Event, visits: slice) -> Interval:
-    """Return success over a range of visits, with the 95 % Wilson interval."""
-    chosen = event["visits"][visits]
-    return wilson(sum(one["successes"] for one in chosen), sum(one["episodes"] for one in chosen))
 
 
 def before_and_after(events: Iterable[Event]) -> list[tuple[str, Event]]:

@@ -142,6 +142,11 @@ class Source:
         self._seen: object = None  # the state of the journal that was copied
         self._log = None if is_bank else EpisodeLog(path / EPISODES_FILE)
 
+    @property
+    def name(self) -> str:
+        """Return the name of the folder."""
+        return self.path.resolve().name
+
     # The bank
 
     @property
@@ -222,8 +227,9 @@ class Source:
         """
         with self._lock, self.bank() as bank:
             known = {one.id: one for one in self.episodes()}
-            if bank is not None and self._log is not None:  # those of a cold start, say
-                known = {one.id: one for one in bank.episodes()} | known
+            if bank is not None and not any(id.startswith(prefix) for id in known):
+                # a run's bank has further episodes, such as those of a cold start
+                known = {one.id: one for one in bank.episodes()}
             id = matched(prefix, known, f"an episode of {self.path}")
             transcript = None if self._log is None else self._log.transcript(id)
             if transcript is None and bank is not None:
@@ -412,6 +418,23 @@ def probability_of_lead(
         return np.zeros(0)
     x, y = density(first), density(second)
     return (x * (y.cumsum(axis=1) - y / 2)).sum(axis=1)
+
+
+def filtered(
+    known: Iterable[EpisodeSummary],
+    task: str | None = None,
+    outcome: str | None = None,
+    step: int | None = None,
+) -> list[EpisodeSummary]:
+    """Return the episodes whose task has the words, that ended so, and that a step played."""
+    words = (task or "").casefold().split()
+    return [
+        one
+        for one in known
+        if all(word in f"{one.task} {one.task_id}".casefold() for word in words)
+        and outcome in (None, "", one.outcome)
+        and step in (None, one.step)
+    ]
 
 
 def matched(prefix: str, ids: Iterable[str], what: str) -> str:
