@@ -579,8 +579,8 @@ class RunSettings(Settings):
     """do all background work between two steps; with runtime=local on a CPU, equal runs then give
     equal results, bit for bit"""
     trackers: tuple[str, ...] = ("tensorboard",)
-    """receivers of the run's events: tensorboard (if it is installed), an entry point of
-    experiential.trackers, or module:attribute"""
+    """receivers of the run's events: tensorboard (if it is installed), wandb, mlflow, an entry
+    point of experiential.trackers, or module:attribute"""
 
 
 class Experiment(Settings):

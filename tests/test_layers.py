@@ -43,6 +43,8 @@ HEAVY = {
     "vllm",
     "deepspeed",
     "openrlhf",
+    "wandb",
+    "mlflow",
 }
 FILES = sorted(ROOT.rglob("*.py"))
 
