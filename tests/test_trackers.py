@@ -68,10 +68,11 @@ def test_mlflow_has_the_numbers_in_a_local_store(
 def test_wandb_keeps_an_offline_run_in_the_folder(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("wandb", reason="no wandb: pip install 'experiential-rl[wandb]'")
+    wandb = pytest.importorskip("wandb", reason="no wandb: pip install 'experiential-rl[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
     [tracker] = open_trackers(["wandb"], folder)
     play(tracker)
+    wandb.teardown()  # its own process writes the file
     [record] = folder.glob("wandb/offline-run-*/run-*.wandb")
     written = record.read_bytes()
     for found in (b"train/success_guided", b"eval/on/visit_2", b"0.75", b"mine"):

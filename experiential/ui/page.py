@@ -94,8 +94,9 @@ def searched(rows: list[EntryRow], words: str) -> list[EntryRow]:
 def run_values(source: Source) -> dict[str, Any]:
     """Return what the page of a run shows."""
     events = source.events()
-    age = time.time() - events[-1]["time"] if events else 0.0
-    return {"run": view_run(events, source.episodes()), "age": age, "now": time.time()}
+    now = time.time()
+    age = now - events[-1].get("time", now) if events else 0.0
+    return {"run": view_run(events, source.episodes()), "age": age}
 
 
 def evaluation_values(source: Source) -> dict[str, Any]:

@@ -230,7 +230,7 @@ def view_evaluations(events: Iterable[Event]) -> list[Evaluated]:
 def evaluation_chart(events: Sequence[Event]) -> Chart | None:
     """Draw held-out success on later visits by training step, a line for each arm."""
     arms = list(dict.fromkeys(str(event["arm"]) for event in evaluations(events)))
-    several = [e for e in events if e["event"] != "eval" or len(e["visits"]) > 1]
+    several = [e for e in events if e["event"] != "eval" or len((e.get("outcomes") or [[]])[0]) > 1]
     series = [
         Series(arm, [(p.step, p.success) for p in evaluation_curve(several, arm)]) for arm in arms
     ]

@@ -77,8 +77,8 @@ def lock_owner(folder: Path) -> str | None:
             descriptor = os.open(folder / LOCK_NAME, os.O_RDONLY)
         except FileNotFoundError:
             return None
+        content = os.pread(descriptor, 4096, 0)
         try:
-            content = os.pread(descriptor, 4096, 0)
             if content:  # a writer empties it when it ends, a killed one leaves it
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
