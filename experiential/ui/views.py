@@ -230,7 +230,12 @@ def view_evaluations(events: Iterable[Event]) -> list[Evaluated]:
 def evaluation_chart(events: Sequence[Event]) -> Chart | None:
     """Draw held-out success on later visits by training step, a line for each arm."""
     arms = list(dict.fromkeys(str(event["arm"]) for event in evaluations(events)))
-    several = [e for e in events if e["event"] != "eval" or len((e.get("outcomes") or [[]])[0]) > 1]
+
+    def has_later(event: Event) -> bool:
+        worlds: list[list[int]] = event.get("outcomes") or [[]]
+        return len(worlds[0]) > 1
+
+    several = [event for event in events if event["event"] != "eval" or has_later(event)]
     series = [
         Series(arm, [(p.step, p.success) for p in evaluation_curve(several, arm)]) for arm in arms
     ]
