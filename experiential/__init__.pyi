@@ -43,6 +43,7 @@ from experiential.llm.scripted import ScriptedLLM as ScriptedLLM
 from experiential.llm.transformers import TransformersLLM as TransformersLLM
 from experiential.llm.vllm import VLLM as VLLM
 from experiential.recipe import load_experiment as load_experiment
+from experiential.trained import load_agent as load_agent
 from experiential.training.trainer import Trainer as Trainer
 from experiential.types import (
     Add as Add,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import gymnasium as gym
 import numpy as np
@@ -28,7 +28,7 @@ from experiential.plugins import resolve
 from experiential.sync import attempted
 from experiential.types import Condition, Generation, Trajectory
 from experiential.wrappers.experience import ExperienceWrapper, require_text
-from experiential.wrappers.feedback import FeedbackWrapper
+from experiential.wrappers.feedback import FeedbackWrapper, Shown
 from experiential.wrappers.search_and_ask import SearchAndAskWrapper
 from experiential.wrappers.text_observation import TextObservation
 
@@ -374,16 +374,14 @@ class Rollout:
         with environment_errors():
             made = self._make_env(self._settings, self._kwargs)
         inner = AwaitedEnv(made, self._settings.reward_range)
-        feedback = self._settings.feedback
-        base = inner if feedback == "as_is" else FeedbackWrapper(inner, feedback)
-        if self._lookups:
-            asking: dict[str, Any] = {"tag": "search_experience", "refine": False, "offer": True}
-            asking["exclude_same_instance"] = True
-            tool = SearchAndAskWrapper(base, bank=self._manager, max_calls=self._lookups, **asking)
-            return tool, inner
-        options: dict[str, Any] = {"inject": "system", "exclude_same_instance": True, "k": None}
-        env: gym.Env[str, str] = ExperienceWrapper(base, self._manager, **options)
-        return SearchAndAskWrapper(env, max_calls=self._calls) if self._calls else env, inner
+        env = with_experience(
+            inner,
+            self._manager,
+            feedback=self._settings.feedback,
+            search_and_ask=self._calls,
+            search_experience=self._lookups,
+        )
+        return env, inner
 
     def _note_close(self, failure: Exception | None) -> None:
         if isinstance(failure, EnvError):
@@ -391,6 +389,25 @@ class Rollout:
             _log.warning("Closing an environment failed: %s", failure)
         elif failure is not None:
             raise failure
+
+
+def with_experience(
+    env: gym.Env[str, str],
+    manager: Any,
+    *,
+    feedback: Shown | Literal["as_is"] = "as_is",
+    search_and_ask: int = 0,
+    search_experience: int = 0,
+) -> gym.Env[str, str]:
+    """Wrap an environment as in training and evaluation; the arguments are those of settings."""
+    base = env if feedback == "as_is" else FeedbackWrapper(env, feedback)
+    if search_experience:
+        asking: dict[str, Any] = {"tag": "search_experience", "refine": False, "offer": True}
+        asking["exclude_same_instance"] = True
+        return SearchAndAskWrapper(base, bank=manager, max_calls=search_experience, **asking)
+    options: dict[str, Any] = {"inject": "system", "exclude_same_instance": True, "k": None}
+    advised: gym.Env[str, str] = ExperienceWrapper(base, manager, **options)
+    return SearchAndAskWrapper(advised, max_calls=search_and_ask) if search_and_ask else advised
 
 
 def shortened(reason: str) -> str:

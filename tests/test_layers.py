@@ -23,6 +23,7 @@ LAYERS = [
     ("evaluation",),
     ("training",),
     ("recipe",),
+    ("export", "trained"),
     ("",),  # experiential/__init__.py
     ("ui",),
     ("cli",),

@@ -25,6 +25,8 @@ from experiential.cli import (
     stream,
     ui,
 )
+from experiential.cli import export as exporting
+from experiential.cli import play as playing
 from experiential.cli.errors import new_app, run_app
 from experiential.cli.options import AsJson, Version
 from experiential.cli.rows import show_line, show_rows
@@ -73,6 +75,8 @@ app.command("distil")(distil.distil)
 app.command("mcp")(mcp.mcp)
 app.command("init")(init.init)
 app.command("ui")(ui.ui)
+app.command("export")(exporting.export)
+app.command("play")(playing.play)
 
 
 @app.callback(invoke_without_command=True)

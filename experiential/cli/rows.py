@@ -124,12 +124,14 @@ def show_pairs(pairs: Mapping[str, Any], column: str = "value") -> None:
 
 
 def show_json(value: Any) -> None:
-    """Print a value, which may hold models, as indented JSON."""
+    """Print a value, which may hold models, as indented JSON without raw control characters."""
 
     def plain(one: Any) -> Any:
         return one.model_dump(mode="json") if isinstance(one, BaseModel) else str(one)
 
-    sys.stdout.write(json.dumps(value, indent=2, default=plain, ensure_ascii=False) + "\n")
+    text = json.dumps(value, indent=2, default=plain, ensure_ascii=False)
+    # JSON itself escapes those below 32; a terminal also obeys these.
+    sys.stdout.write(_CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
 
 
 def show_line(console: Console, text: str) -> None:

@@ -106,6 +106,25 @@ def manager_options(experiment: Experiment) -> dict[str, Any]:
     return options
 
 
+def evaluation_options(experiment: Experiment) -> dict[str, Any]:
+    """Return the options of the manager of an evaluation: it merges nothing, and has its seed."""
+    return manager_options(experiment) | {"merge_every": 0, "seed": experiment.eval.seed}
+
+
+def held_out_task(seed: int, world: int, visit: int, listed: bool) -> Task:
+    """Return a visit to a world of an evaluation with this seed, both counted from 0.
+
+    Args:
+        seed: of the evaluation (``eval.seed``).
+        world: which world.
+        visit: which visit to it.
+        listed: whether the environment lists its worlds; if not, seeds alone tell them apart.
+    """
+    options = {"world": world} if listed else {}
+    group = f"eval.{world}.{visit}"
+    return Task(seed=episode_seed(seed, world, visit), group=group, options=options)
+
+
 class VisitEvaluator:
     """Play the held-out worlds visit by visit.
 
@@ -161,9 +180,7 @@ class VisitEvaluator:
         if rounds is None and in_order:
             rounds = Rounds(self._make_actor().llm)  # an extractor of its own works one at a time
         options = manager_options(settings)
-        options |= {
-            "merge_every": 0,
-            "seed": settings.eval.seed,
+        options = evaluation_options(settings) | {
             # Distillation waits for the end of a visit, so all its episodes need room in the queue.
             "queue_size": max(bank_settings(options).queue_size, self._worlds + 1),
             "rounds": rounds,
@@ -194,9 +211,8 @@ class VisitEvaluator:
                 for visit in range(settings.eval.visits):
                     jobs: list[Job] = []
                     for world in range(self._worlds):
-                        seed = episode_seed(settings.eval.seed, world, visit)
-                        options = {"world": world} if self._listed else {}
-                        task = Task(seed=seed, group=f"eval.{world}.{visit}", options=options)
+                        task = held_out_task(settings.eval.seed, world, visit, self._listed)
+                        seed = task.seed  # of the first attempt's sampling, too
                         draws = [seed, *(episode_seed(seed, one) for one in range(1, tries))]
                         jobs += [Job(task, opened.condition, sampling_seed=one) for one in draws]
                     async with opened.visit():

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,7 @@ from experiential.llm.base import IN_PROCESS, LLM, SamplingParams, open_llm
 _TINY = Path(__file__).parent / "tiny"
 ADAPTER = "adapter_config.json"
 """File by which a folder with a LoRA adapter is known."""
+_BUNDLED_ID = re.compile("(tiny|smollm2)-[0-9a-f]{8}")
 _NARROWEST_BFLOAT16 = 512
 """Width below which products in bfloat16 gain less than their conversions cost, as measured."""
 
@@ -174,11 +176,43 @@ def resolve_model(name: str, *, adapters: bool = False) -> Path | str:
     return name
 
 
+def bundled_id(name: str) -> str:
+    """Return ``tiny`` or ``smollm2`` with a digest of the weights that this machine has of it."""
+    folder = Path(resolve_model(name))
+    if name == "smollm2":  # whose folder is named after the file that it was converted from
+        return folder.name
+    with (folder / "model.safetensors").open("rb") as file:
+        return f"{name}-{hashlib.file_digest(file, 'sha256').hexdigest()[:8]}"
+
+
+def portable_base(adapter: str) -> str:
+    """Return the name by which another machine finds the base of an adapter.
+
+    It is a hub name, or for a bundled model its name and a digest of its weights.
+
+    Raises:
+        ModelNotFoundError: the base is a folder of this machine.
+    """
+    base = adapter_and_base(adapter)[1]
+    if _BUNDLED_ID.fullmatch(base):
+        return base
+    found, known = resolve_model(base, adapters=True), Path(base).name.partition("-")[0]
+    if not isinstance(found, Path):
+        return found
+    if known in ("tiny", "smollm2") and found.resolve() == Path(resolve_model(known)).resolve():
+        return bundled_id(known)
+    raise ModelNotFoundError(
+        f"Expected a base that other machines have, got the folder {base} below the adapter; use"
+        " --merge"
+    )
+
+
 def adapter_and_base(name: str) -> tuple[Path | None, str]:
     """Return the folder of a LoRA adapter and the model it goes over, or None and ``name``.
 
     Raises:
-        ModelNotFoundError: the folder does not name its base.
+        ModelNotFoundError: the folder does not name its base, or names a bundled model that has
+            other weights on this machine.
     """
     folder = Path(resolve_model(name, adapters=True))
     if (folder / "config.json").exists() or not (folder / ADAPTER).exists():
@@ -189,6 +223,13 @@ def adapter_and_base(name: str) -> tuple[Path | None, str]:
         raise ModelNotFoundError(
             f"Expected the base of an adapter in {folder / ADAPTER}, got {error!r}; export it again"
         ) from error
+    if (bundled := _BUNDLED_ID.fullmatch(str(base))) is not None:
+        if (here := bundled_id(bundled[1])) != base:
+            raise ModelNotFoundError(
+                f"Expected the base {base} of the adapter in {folder}, got {here} on this machine;"
+                " install the version that it was trained with, or export it with --merge there"
+            )
+        return folder, bundled[1]
     place = Path(str(base))
     known = place.name.partition("-")[0]
     elsewhere = place.is_absolute() and not place.exists() and known in ("tiny", "smollm2")

@@ -238,6 +238,7 @@ class LocalRuntime(PolicyRuntime):
                 for file in (folder / adapter).iterdir():
                     file.replace(folder / file.name)
                 (folder / adapter).rmdir()
+                (folder / "README.md").unlink(missing_ok=True)  # peft's template, all of it blank
             self.tokenizer.save_pretrained(folder)
 
         await self.llm.executor.run(write, priority=0)

@@ -11,13 +11,12 @@ from experiential.config import Experiment, ModelSettings
 from experiential.llm.base import IN_PROCESS, LLM
 from experiential.llm.metered import Meter, Metered, Spent
 from experiential.llm.rounds import Rounds
-from experiential.training.runtime import Policies
 
 
 class Roles:
     """Build agents around a run's actor and extractor, which answer unless another LLM is given."""
 
-    def __init__(self, experiment: Experiment, policies: Policies) -> None:
+    def __init__(self, experiment: Experiment, policies: tuple[LLM, LLM]) -> None:
         self._experiment, self._prompts = experiment, prompt_set_name(experiment.model)
         self._actor, self._extractor = policies
         self._meters = {"critic": Meter(), "reflector": Meter()}
