@@ -13,12 +13,13 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
-import typer
+from typer.main import get_command
 
 import experiential as xp
 from experiential.bank.options import ManagerOptions
 from experiential.cli import main, train
 from experiential.cli.errors import run_app
+from experiential.cli.examples import EXAMPLES
 from experiential.recipe import load_experiment, recipe_names, settings_reference
 
 ROOT = Path(__file__).parent.parent
@@ -129,6 +130,7 @@ def commands(page: Path) -> list[list[str]]:
 
 
 COMMANDS = [(page, words) for page in PAGES for words in commands(page)]
+COMMANDS += [(Path("--help"), shlex.split(line)) for lines in EXAMPLES.values() for line in lines]
 
 
 def test_pages_show_commands() -> None:
@@ -143,7 +145,7 @@ def test_every_command_that_a_page_shows_can_be_read(page: Path, words: list[str
     """Its options exist, and the recipe and settings of a training resolve; it is not run."""
     program, *arguments = words
     app = train.app if program == "experiential-train" else main.app
-    command: Any = typer.main.get_command(app)
+    command: Any = get_command(app)
     context = command.make_context(program, list(arguments))
     while hasattr(command, "commands") and context._protected_args:
         rest = [*context._protected_args, *context.args]
@@ -154,6 +156,15 @@ def test_every_command_that_a_page_shows_can_be_read(page: Path, words: list[str
         recipe = given["recipe"] or train.DEFAULT_RECIPE
         if "/" in recipe or not recipe.endswith(".yaml"):  # else a file of the page's reader
             load_experiment(ROOT / recipe if "/" in recipe else recipe, given["overrides"] or [])
+
+
+def test_every_example_stands_in_the_help_of_its_command() -> None:
+    def helps(command: Any) -> list[str]:
+        below = getattr(command, "commands", {}).values()
+        return [command.epilog or "", *(text for one in below for text in helps(one))]
+
+    shown = "\n".join(text for app in (main.app, train.app) for text in helps(get_command(app)))
+    assert [line for lines in EXAMPLES.values() for line in lines if line not in shown] == []
 
 
 RECIPE_BLOCKS = [(page, block) for page in PAGES for block in blocks(page, "yaml")]

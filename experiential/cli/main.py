@@ -28,6 +28,7 @@ from experiential.cli import (
 from experiential.cli import export as exporting
 from experiential.cli import play as playing
 from experiential.cli.errors import new_app, run_app
+from experiential.cli.examples import add_examples
 from experiential.cli.options import AsJson, Version
 from experiential.cli.rows import show_line, show_rows
 from experiential.errors import MissingExtraError
@@ -166,6 +167,9 @@ def report(folder: Annotated[Path, Argument(help="Output folder of a run.")]) ->
             show_line(Console(), f"no page: {error}")
         else:
             show_line(Console(), f"{'page':>15}  {written}")
+
+
+add_examples(app, "experiential")
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from typer import Argument, Option
 
 from experiential.cli.errors import complain, new_app, run_app
 from experiential.cli.estimate import describe_cost
+from experiential.cli.examples import add_examples
 from experiential.cli.options import KeyEnv, Version, model_overrides, named_model
 from experiential.cli.preflight import CONFIG_FILE, check_experiment, prepare_output
 from experiential.errors import BudgetError, CheckpointError, ConfigError
@@ -164,6 +165,9 @@ def how_to_go_on(folder: Path) -> str:
     does = "go on with" if steps else "begin again with"
     command = shlex.join(["experiential-train", "--resume", "--output", str(folder)])
     return f"{saved}; {does}: {command}"
+
+
+add_examples(app, "experiential-train")
 
 
 def main() -> None:
