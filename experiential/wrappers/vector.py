@@ -70,8 +70,8 @@ class ExperienceVectorWrapper(VectorWrapper, RecordConstructorArgs):
 
     Args:
         env: a vector environment with text observations.
-        bank_or_manager, extractor, k, when, inject, exclude_same_instance, where, success, score,
-            task: as for ``ExperienceWrapper``.
+        bank_or_manager: as for ``ExperienceWrapper``, and so are ``extractor``, ``k``, ``when``,
+            ``inject``, ``exclude_same_instance``, ``where``, ``success``, ``score`` and ``task``.
         guided: as there, for all or one per environment.
 
     Raises:
