@@ -523,12 +523,12 @@ class TestFailures:
         code, _, said = run_train("--output", folder, "--plain")
         command = f"experiential-train --resume --output '{folder}'"
         begin = f"no checkpoint was saved yet; begin again with: {command}\n"
-        assert (code, said) == (130, begin + "error: interrupted\n")
+        assert (code, said) == (130, f"error: interrupted; {begin}")
         fake_trainer.error = None
         assert run_train("--resume", "--output", folder, "--plain")[0] == 0
         fake_trainer.error = KeyboardInterrupt()  # type: ignore[assignment]
         code, _, said = run_train("--resume", "--output", folder, "--plain")
-        assert said.startswith(f"saved is the checkpoint of step 2; go on with: {command}\n")
+        assert said.endswith(f"; saved is the checkpoint of step 2; go on with: {command}\n")
 
     def test_a_bug_keeps_its_traceback(
         self, run_train: Train, fake_trainer: type[FakeTrainer], tmp_path: Path

@@ -83,7 +83,7 @@ GOES_ON = "The same command goes on with what is left.\n"
 """Said after an interruption."""
 STOPPED = "the same command without --overwrite goes on with what is left"
 """Said after an error of the model or its budget."""
-WIDE = 170
+WIDE = 400
 """Columns of a table that is not shown in a terminal."""
 _OF_AGENT = (
     "backend backend_option dtype temperature max_tokens constrain history instruction replies"

@@ -24,6 +24,10 @@ from experiential.errors import (
 USER_ERRORS = (ConfigError, MissingExtraError, ModelNotFoundError, BankLockedError, CheckpointError)
 
 
+class Interrupted(Exception):
+    """Say that the user stopped a command, what was saved and how to go on; exit code 130."""
+
+
 def run_app(app: typer.Typer, argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code; see `exit_code`."""
     quieten()
@@ -44,6 +48,8 @@ def exit_code(action: Callable[[], object], interrupted: str = "interrupted") ->
         return complain(error, 1)
     except typer.TyperException as error:
         return complain(error.format_message(), error.exit_code)
+    except Interrupted as error:
+        return complain(error, 130)
     except (KeyboardInterrupt, typer.Abort):
         return complain(interrupted, 130)
     if code == 130:  # typer turns an interrupt into this code and says nothing

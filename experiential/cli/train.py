@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from rich.console import Console
 from typer import Argument, Option
 
-from experiential.cli.errors import complain, new_app, run_app
+from experiential.cli.errors import Interrupted, complain, new_app, run_app
 from experiential.cli.estimate import describe_cost
 from experiential.cli.examples import add_examples
 from experiential.cli.options import KeyEnv, Version, model_overrides, named_model
@@ -146,8 +146,7 @@ def train(
         except KeyboardInterrupt:
             interrupted = True
     if interrupted:
-        sys.stderr.write(f"{how_to_go_on(folder)}\n")
-        return 130  # `exit_code` says that it was interrupted
+        raise Interrupted(f"interrupted; {how_to_go_on(folder)}")
     show_report(console, folder, summary)
     return 0 if spent is None else complain(spent, 1)
 
