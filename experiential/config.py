@@ -361,6 +361,8 @@ class BankSettings(Settings):
     """actor updates between two-level deduplications; 0 never does"""
     prune_every: NonNegativeInt = 0
     """actor updates between prunings by score; 0 never prunes"""
+    keep: NonNegativeInt = 0
+    """entries of each task that stay when training ends, those with the best scores; 0: all"""
     options: dict[str, Any] = {}
     """further options of the manager, as bank.options.cap=500; docs/bank.md lists them"""
 

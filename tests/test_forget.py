@@ -163,6 +163,19 @@ def test_utility_takes_the_lowest_score_then_the_oldest(bank):
     assert ids(bank.evict(1)) == [a.id, b.id, c.id]
 
 
+def test_per_task_leaves_the_best_of_each_task(bank):
+    texts = [("a", "home"), ("b", "home"), ("c", "home"), ("d", "away"), ("e", None), ("f", None)]
+    a, b, c, d, e, f = (bank.add(text, task=task) for text, task in texts)
+    use(bank, a, 1)
+    use(bank, c, 0)
+    assert ids(bank.evict(2, per_task=True, dry_run=True)) == [c.id]
+    assert set(ids(bank.evict(1, per_task=True))) == {b.id, c.id, e.id}
+    assert {entry.id for entry in bank} == {a.id, d.id, f.id}
+    assert bank.evict(1, per_task=True) == []
+    with pytest.raises(ValueError, match="Expected cap"):
+        bank.evict(-1, per_task=True)
+
+
 def test_random_is_repeatable_and_depends_on_seed_and_commit(bank):
     bank.add_many([f"text {i}" for i in range(40)])
     first = ids(bank.evict(20, "random", seed=1, dry_run=True))

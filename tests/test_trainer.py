@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -438,6 +439,23 @@ def test_the_same_worlds_come_for_as_many_steps_as_visits_says_with_fresh_seeds(
     assert worlds[0] == worlds[1] == worlds[2] != worlds[3] == worlds[4] == worlds[5]
     assert len({t.seed for tasks in steps for t in tasks}) == 24
     assert len({t.group for tasks in steps for t in tasks}) == 24
+
+
+def test_as_many_entries_of_a_task_stay_as_bank_keep_says(tmp_path: Path) -> None:
+    left: dict[int, Counter[str | None]] = {}
+    for keep in (0, 1):
+        folder, runtimes = tmp_path / f"keep-{keep}", policies()
+        overrides = ("run.steps=2", "run.drain=true", f"bank.keep={keep}", "env.visits=2")
+        settings = experiment("complementary", *overrides, "eval.before=false", "eval.after=false")
+        Trainer(settings, folder, runtimes=runtimes).run()
+        with ExperienceBank(folder / "bank", read_only=True) as bank:
+            left[keep] = Counter(entry.task for entry in bank)
+            causes = [commit.cause for commit in bank.commits()]
+        for policy in runtimes:
+            policy.close()
+    assert set(left[0]) == set(left[1]) and max(left[0].values()) > 1
+    assert set(left[1].values()) == {1}
+    assert causes[-1] == "evict"
 
 
 def test_an_extractor_may_take_several_updates_in_a_step(tmp_path: Path) -> None:

@@ -657,15 +657,25 @@ class FolderBank(StateReader, Bank, Shared):
         cap: int,
         policy: Policy = "utility",
         *,
+        per_task: bool = False,
         seed: int = 0,
         dry_run: bool = False,
         author: str = "human",
     ) -> list[Experience]:
         if not dry_run:
             self._check_writable(" for evict()", ", or pass dry_run=True")
-        entries, draw = list(self.entries()), f"{seed}:{self.head}"
-        doomed = forget.evictable(entries, cap, policy, draw, self._journal, self.namespace)
-        ref = f"{policy} to {cap}"
+        draw = f"{seed}:{self.head}"
+        tasks: dict[str | None, list[Experience]] = {}
+        for entry in self.entries():
+            tasks.setdefault(entry.task if per_task else None, []).append(entry)
+        doomed = [
+            entry
+            for entries in (tasks or {None: []}).values()
+            for entry in forget.evictable(
+                entries, cap, policy, draw, self._journal, self.namespace
+            )
+        ]
+        ref = f"{policy} to {cap}" + " per task" * per_task
         return doomed if dry_run else self._remove_all(doomed, author, "evict", ref)
 
     def _remove_all(

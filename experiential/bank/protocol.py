@@ -417,6 +417,7 @@ class Bank(View, Protocol):
         cap: int,
         policy: Policy = "utility",
         *,
+        per_task: bool = False,
         seed: int = 0,
         dry_run: bool = False,
         author: str = "human",
@@ -425,6 +426,7 @@ class Bank(View, Protocol):
 
         Args:
             cap: entries that may stay.
+            per_task: so many of each task; entries without a task count as one.
             policy: order of eviction; among equals the older goes. A new entry has a score of 0.5,
                 so in a bank of better ones "utility" evicts the new.
             seed: of "random"; the draw depends on it and on the last commit.

@@ -156,6 +156,7 @@ class Trainer:
                     self._metrics.emit(warning)
                 await self._ahead.close()
                 await self._settle()
+                await self._tidy()
                 if evaluation.after:
                     await self._evaluate(step)
             except BudgetError:
@@ -170,6 +171,12 @@ class Trainer:
                 await self.extractor.export(self.output / "extractor")
             self._metrics.emit(self._end("steps" if step >= run.steps else "minutes", begin))
         return step
+
+    async def _tidy(self) -> None:
+        """Leave the best entries of each task in the bank, as ``bank.keep`` says."""
+        keep = self.experiment.bank.keep
+        if self._bank is not None and keep:
+            await asyncio.to_thread(self._bank.evict, keep, per_task=True, author="trainer")
 
     def _end(self, reason: str, begin: float) -> dict[str, Any]:
         cost = {"seconds": time.perf_counter() - begin, "peak_memory_gb": peak_memory_gb()}
