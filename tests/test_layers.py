@@ -12,7 +12,7 @@ import experiential
 
 ROOT = Path(experiential.__file__).parent
 LAYERS = [
-    ("types", "config", "errors", "sync", "cache", "plugins"),
+    ("types", "config", "errors", "sync", "cache", "plugins", "ids"),
     ("llm",),
     ("bank",),
     ("agents",),

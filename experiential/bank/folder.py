@@ -671,9 +671,7 @@ class FolderBank(StateReader, Bank, Shared):
         doomed = [
             entry
             for entries in (tasks or {None: []}).values()
-            for entry in forget.evictable(
-                entries, cap, policy, draw, self._journal, self.namespace
-            )
+            for entry in forget.evictable(entries, cap, policy, draw, self._journal, self.namespace)
         ]
         ref = f"{policy} to {cap}" + " per task" * per_task
         return doomed if dry_run else self._remove_all(doomed, author, "evict", ref)

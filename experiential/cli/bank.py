@@ -18,7 +18,6 @@ import typer
 from typer import Argument, Option
 
 from experiential.cli.errors import complain, new_app
-from experiential.cli.ids import short_ids, whole_id
 from experiential.cli.options import (
     AsJson,
     Backend,
@@ -33,6 +32,7 @@ from experiential.cli.options import (
 )
 from experiential.cli.rows import show_json, show_pairs, show_rows
 from experiential.errors import BankError, BankLockedError, BudgetError, ConfigError
+from experiential.ids import short_ids, whole_id
 from experiential.types import Statistics
 
 if TYPE_CHECKING:

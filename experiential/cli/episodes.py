@@ -38,7 +38,8 @@ def episodes(
     then: experiential episodes runs/mine 3fa9
     """
     from experiential.errors import BankError, ConfigError
-    from experiential.ui.source import Source, filtered, id_length
+    from experiential.ids import short_ids
+    from experiential.ui.source import Source, filtered
 
     with closing(Source(path, namespace)) as source:
         try:
@@ -57,10 +58,10 @@ def episodes(
     if as_json:
         show_json([{**one.model_dump(mode="json"), "outcome": one.outcome} for one in found])
         return
-    length = id_length(one.id for one in known)
+    short = short_ids(one.id for one in known)
     rows = [
         {
-            "id": one.id[:length],
+            "id": short[one.id],
             "step": "" if one.step is None else one.step,
             "outcome": one.outcome,
             "score": f"{one.reward if one.score is None else one.score:g}",

@@ -11,7 +11,8 @@ from typing import Any
 from experiential.errors import MissingExtraError
 from experiential.evaluation.card import Card
 from experiential.evaluation.page import show_percent, show_points
-from experiential.ui.source import SHORTEST_ID, EntryRow, EpisodeView, Source
+from experiential.ids import DIGITS
+from experiential.ui.source import EntryRow, EpisodeView, Source
 from experiential.ui.views import evaluation_chart, view_evaluations, view_run, word_changes
 
 PACKAGE = "experiential.ui"
@@ -49,7 +50,7 @@ def environment() -> Any:
 
 def short(id: str) -> str:
     """Return the beginning of an id."""
-    return id[:SHORTEST_ID]
+    return id[:DIGITS]
 
 
 def chance(value: float) -> str:

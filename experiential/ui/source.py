@@ -24,11 +24,11 @@ from experiential.bank.storage.lock import lock_owner
 from experiential.errors import BankError, ConfigError
 from experiential.evaluation.card import Card
 from experiential.evaluation.episode_log import EPISODES_FILE, EpisodeLog, PlayedTranscript
+from experiential.ids import whole_id
 from experiential.training.metrics import read_events
 from experiential.types import Experience, Record
 
 METRICS_FILE, CARD_FILE = "metrics.jsonl", "card.json"
-SHORTEST_ID = 8
 
 
 class Advice(Record):
@@ -230,7 +230,8 @@ class Source:
             if bank is not None and not any(id.startswith(prefix) for id in known):
                 # a run's bank has further episodes, such as those of a cold start
                 known = {one.id: one for one in bank.episodes()}
-            id = matched(prefix, known, f"an episode of {self.path}")
+            wanted, see = f"the id of an episode of {self.path}", "experiential episodes"
+            id = whole_id(prefix, known, wanted, f"{see} {self.path}")
             transcript = None if self._log is None else self._log.transcript(id)
             if transcript is None and bank is not None:
                 recorded = bank.trajectory(id)
@@ -435,40 +436,3 @@ def filtered(
         and outcome in (None, "", one.outcome)
         and step in (None, one.step)
     ]
-
-
-def matched(prefix: str, ids: Iterable[str], what: str) -> str:
-    """Return the only id that begins with ``prefix``.
-
-    >>> matched("ab", ["abc", "b"], "an entry")
-    'abc'
-
-    Raises:
-        ConfigError: there is none, or more than one.
-    """
-    ids = list(ids)
-    if prefix in ids:
-        return prefix
-    near = [id for id in ids if prefix and id.startswith(prefix)]
-    if len(near) == 1:
-        return near[0]
-    if near:
-        raise ConfigError(
-            f"Expected the beginning of one id of {what}, got {prefix!r}, which {len(near)} have;"
-            " write more of it"
-        )
-    raise ConfigError(f"Expected the id of {what}, or its beginning, got {prefix!r}")
-
-
-def id_length(ids: Iterable[str]) -> int:
-    """Return the number of characters, at least 8, by which ids differ.
-
-    >>> id_length(["0123456789", "0123456780"]), id_length(["a" * 32])
-    (10, 8)
-    """
-    known = sorted(set(ids))
-    longest = SHORTEST_ID
-    for one, other in zip(known, known[1:], strict=False):
-        common = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
-        longest = max(longest, common + 1)
-    return longest

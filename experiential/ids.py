@@ -39,7 +39,7 @@ def whole_id(given: str, known: Iterable[str], wanted: str, see: str) -> str:
         given: what the user wrote.
         known: the ids there are.
         wanted: what it should be, for the message.
-        see: the command that lists them.
+        see: the command or the place that lists them.
 
     Raises:
         ConfigError: no id begins so, or several do.
