@@ -57,7 +57,7 @@ $(ALFWORLD_STAMP): $(STAMP)
 	@touch $@
 
 quickstart: install  ## train and evaluate on Vault in a few minutes; MODEL=tiny|smollm2|folder
-	@$(BIN)/experiential-train --recipe complementary --output $(OUTPUT) --overwrite model.name=$(MODEL) $(SIZE) $(ARGS)
+	@$(BIN)/experiential-train --recipe complementary --output $(OUTPUT) --overwrite bank.keep=2 model.name=$(MODEL) $(SIZE) $(ARGS)
 
 test: install  ## the fast tests
 	@$(PYTEST) -m "not slow and not cluster" -n $(WORKERS) --dist loadfile $(ARGS)

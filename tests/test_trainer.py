@@ -446,7 +446,7 @@ def test_as_many_entries_of_a_task_stay_as_bank_keep_says(tmp_path: Path) -> Non
     for keep in (0, 1):
         folder, runtimes = tmp_path / f"keep-{keep}", policies()
         overrides = ("run.steps=2", "run.drain=true", f"bank.keep={keep}", "env.visits=2")
-        settings = experiment("complementary", *overrides, "eval.before=false", "eval.after=false")
+        settings = experiment("template", *overrides, "eval.before=false", "eval.after=false")
         Trainer(settings, folder, runtimes=runtimes).run()
         with ExperienceBank(folder / "bank", read_only=True) as bank:
             left[keep] = Counter(entry.task for entry in bank)

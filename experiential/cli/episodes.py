@@ -34,8 +34,7 @@ def episodes(
 ) -> None:
     """List the episodes of a run or a bank, or show one: what was seen, done, shown and written.
 
-    A run may be going on. For example: experiential episodes runs/mine --outcome failure --step 3,
-    then: experiential episodes runs/mine 3fa9
+    A run may be going on.
     """
     from experiential.errors import BankError, ConfigError
     from experiential.ids import short_ids

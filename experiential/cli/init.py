@@ -76,7 +76,7 @@ class RoomsEnv(TextEnv):
         )
 '''
 
-INIT = '''"""Register the environment; `env.id: PACKAGE:Rooms-v0` imports this."""
+INIT = '''"""Register the environment; `env.id: PACKAGE:PACKAGE/Rooms-v0` imports this."""
 
 import gymnasium as gym
 
