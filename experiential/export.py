@@ -19,7 +19,7 @@ from experiential.errors import CheckpointError, ConfigError, ModelNotFoundError
 from experiential.llm.models import ADAPTER, load_model, portable_base, resolve_model
 from experiential.recipe import dump_experiment
 from experiential.training.checkpoint import CheckpointStore
-from experiential.training.metrics import read_events
+from experiential.training.metrics import is_result, read_events
 from experiential.training.roles import prompt_set_name
 from experiential.training.runtime import build_runtime
 
@@ -77,7 +77,7 @@ def open_trained(folder: Path, experiment: Experiment) -> Generator[Trained]:
         manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
     metrics = folder / METRICS
     events = read_events(metrics) if metrics.is_file() else []
-    ended = [event["step"] for event in events if event["event"] == "end"]
+    ended = [event["step"] for event in events if is_result(event)]
     if ended or (folder / MANIFEST).is_file():
         for role in trained_roles(experiment):
             if not (folder / role).is_dir():

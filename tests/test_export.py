@@ -178,12 +178,15 @@ def test_forty_worlds_end_as_in_the_evaluation(lora: tuple[str, ...], tmp_path: 
     assert found == {"off": (40, 40), "frozen": (40, 40)}
 
 
+@pytest.mark.parametrize("reason", [None, "interrupted", "budget"])
 def test_the_newest_checkpoint_is_exported_of_a_run_that_was_stopped(
-    full: Path, tmp_path: Path
+    reason: str | None, full: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(full, run)
     events = [one for one in read_events(run / "metrics.jsonl") if one["event"] != "end"]
+    if reason is not None:  # else the process was killed
+        events.append({"event": "end", "step": 1, "reason": reason})
     (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
     (run / "actor" / "model.safetensors").write_bytes(b"of an earlier end")
     shutil.rmtree(run / "extractor")

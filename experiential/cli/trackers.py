@@ -14,6 +14,7 @@ import yaml
 
 from experiential.errors import ConfigError, MissingExtraError
 from experiential.plugins import resolve
+from experiential.training.metrics import is_result
 
 Event = dict[str, Any]
 
@@ -119,7 +120,7 @@ class WandbTracker:
         """Log one event of the trainer."""
         if found := scalars(event):
             self._run.log({"step": event["step"], **found})
-        if event["event"] == "end":
+        if is_result(event):
             self._exit_code = 0
 
     def close(self) -> None:
@@ -161,7 +162,7 @@ class MLflowTracker:
         numbers = scalars(event).items()
         if found := [self._metric(*number, now, event["step"]) for number in numbers]:
             self._client.log_batch(self._id, metrics=found)
-        if event["event"] == "end":
+        if is_result(event):
             self._state = "FINISHED"
 
     def close(self) -> None:

@@ -49,6 +49,11 @@ class Metrics:
         self._file.close()
 
 
+def is_result(event: dict[str, Any]) -> bool:
+    """Return whether an event ends a run with a result; one stopped before has checkpoints."""
+    return event["event"] == "end" and event.get("reason") not in ("interrupted", "budget")
+
+
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Read the events of a metrics file, in order; skip a last line cut off by a kill.
 
