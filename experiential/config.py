@@ -362,7 +362,8 @@ class BankSettings(Settings):
     prune_every: NonNegativeInt = 0
     """actor updates between prunings by score; 0 never prunes"""
     keep: NonNegativeInt = 0
-    """entries of each task that stay when training ends, those with the best scores; 0: all"""
+    """entries of each task that stay when training ends: those that name it, then those with the
+    best scores; 0: all"""
     options: dict[str, Any] = {}
     """further options of the manager, as bank.options.cap=500; docs/bank.md lists them"""
 

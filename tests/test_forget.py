@@ -176,6 +176,28 @@ def test_per_task_leaves_the_best_of_each_task(bank):
         bank.evict(-1, per_task=True)
 
 
+def test_subject_leaves_entries_that_name_their_own_task(bank):
+    ann, bob = "Open the vault of Grey Ann.", "Open the vault of Old Bob."
+    texts = ["Grey Tom: red.", "Grey Ann: red.", "Ann, the grey one: red.", "Pull once."]
+    grey_tom, first, second, once = (bank.add(text, task=ann) for text in texts)
+    other = bank.add("Open the vault: jade.", task=bob)
+    use(bank, grey_tom, 1)  # a better score does not make it one of Ann's
+    use(bank, second, 0)
+    assert ids(bank.evict(3, "subject", per_task=True, dry_run=True)) == [once.id]
+    assert set(ids(bank.evict(2, "subject", per_task=True, dry_run=True))) == {grey_tom.id, once.id}
+    assert set(ids(bank.evict(1, "subject", per_task=True))) == {grey_tom.id, once.id, second.id}
+    assert {entry.id for entry in bank} == {first.id, other.id}
+
+
+def test_subject_goes_by_score_where_tasks_cannot_be_told_apart(bank):
+    a, b = bank.add("Grey Ann: red.", task="Play."), bank.add("Play.", task="Play.")
+    use(bank, b, 0)
+    assert ids(bank.evict(1, "subject", dry_run=True)) == [b.id]
+    none = bank.add("It belongs to all.")
+    assert ids(bank.evict(2, "subject")) == [b.id]
+    assert {entry.id for entry in bank} == {a.id, none.id}
+
+
 def test_random_is_repeatable_and_depends_on_seed_and_commit(bank):
     bank.add_many([f"text {i}" for i in range(40)])
     first = ids(bank.evict(20, "random", seed=1, dry_run=True))
@@ -200,7 +222,7 @@ def test_prune_and_evict_keep_what_they_should_and_rollback_restores_every_byte(
     )
     cap, policy = (
         data.draw(st.integers(0, 12)),
-        data.draw(st.sampled_from(["lru", "fifo", "random", "utility"])),
+        data.draw(st.sampled_from(["lru", "fifo", "random", "utility", "subject"])),
     )
     with ExperienceBank(tmp_path_factory.mktemp("forget") / "bank", embedder="hashing") as bank:
         entries = bank.add_many([f"text {i}" for i in range(10)])

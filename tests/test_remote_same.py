@@ -370,7 +370,10 @@ SCENARIOS: dict[str, Callable[[World], Any]] = {
         list(w.bank),
     ],
     "evict": lambda w: (
-        [w.bank.evict(1, policy, seed=0, dry_run=True) for policy in ("lru", "fifo", "utility")]
+        [
+            w.bank.evict(1, policy, seed=0, dry_run=True)
+            for policy in ("lru", "fifo", "utility", "subject")
+        ]
         + [w.bank.evict(1, per_task=True, dry_run=True)]
         + [w.bank.evict(2, "utility", author="me"), w.bank.evict(2), len(w.bank)]
     ),

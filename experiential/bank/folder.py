@@ -666,12 +666,16 @@ class FolderBank(StateReader, Bank, Shared):
             self._check_writable(" for evict()", ", or pass dry_run=True")
         draw = f"{seed}:{self.head}"
         tasks: dict[str | None, list[Experience]] = {}
-        for entry in self.entries():
+        entries = list(self.entries())
+        for entry in entries:
             tasks.setdefault(entry.task if per_task else None, []).append(entry)
+        about = forget.about(entries) if policy == "subject" else {}
         doomed = [
             entry
-            for entries in (tasks or {None: []}).values()
-            for entry in forget.evictable(entries, cap, policy, draw, self._journal, self.namespace)
+            for group in (tasks or {None: []}).values()
+            for entry in forget.evictable(
+                group, cap, policy, draw, self._journal, self.namespace, about
+            )
         ]
         ref = f"{policy} to {cap}" + " per task" * per_task
         return doomed if dry_run else self._remove_all(doomed, author, "evict", ref)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from pydantic import (
     Field,
@@ -14,7 +14,7 @@ from pydantic import (
     ValidationError,
 )
 
-from experiential.bank.records import LEASE_SECONDS
+from experiential.bank.records import LEASE_SECONDS, Policy
 from experiential.config import REMOVED, BankSettings, RetrievalSettings
 from experiential.errors import ConfigError
 from experiential.plugins import did_you_mean
@@ -66,8 +66,9 @@ class ManagerOptions(BankSettings):
     """seconds after which another distiller gets what one that fell silent was at"""
     cap: NonNegativeInt = 0
     """entries above which some are evicted after distillation; 0 never evicts"""
-    eviction: Literal["lru", "fifo", "random", "utility"] = "utility"
-    """entry to evict: least recently used, oldest, any, or lowest Laplace score"""
+    eviction: Policy = "utility"
+    """entry to evict: least recently used, oldest, any, that of the lowest Laplace score, or that
+    whose text names its own task least"""
     dedupe_threshold: float = Field(default=0.85, gt=0.0, le=1.0)
     """cosine of two texts above which the extractor is asked whether they are one"""
     dedupe_across_tasks: bool = False

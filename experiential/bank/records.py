@@ -7,7 +7,7 @@ from typing import Literal
 
 from experiential.types import Condition, Experience, Record, Statistics, Uplift
 
-Policy = Literal["lru", "fifo", "random", "utility"]
+Policy = Literal["lru", "fifo", "random", "utility", "subject"]
 """Order of eviction: least recently used (or written), oldest, random, or lowest Laplace score."""
 LEASE_SECONDS = 30.0
 """How long an item of the queue stays with a distiller that is no longer heard of."""

@@ -173,10 +173,12 @@ class Trainer:
         return step
 
     async def _tidy(self) -> None:
-        """Leave the best entries of each task in the bank, as ``bank.keep`` says."""
+        """Leave the entries of each task that are about it and did best, as ``bank.keep`` says."""
         keep = self.experiment.bank.keep
         if self._bank is not None and keep:
-            await asyncio.to_thread(self._bank.evict, keep, per_task=True, author="trainer")
+            await asyncio.to_thread(
+                self._bank.evict, keep, "subject", per_task=True, author="trainer"
+            )
 
     def _end(self, reason: str, begin: float) -> dict[str, Any]:
         cost = {"seconds": time.perf_counter() - begin, "peak_memory_gb": peak_memory_gb()}

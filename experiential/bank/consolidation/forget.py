@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import get_args
 
+from experiential.bank.index.lexical import content_words
 from experiential.bank.records import Policy
 from experiential.bank.storage.journal import Journal
 from experiential.types import Experience, Uplift
@@ -50,6 +51,24 @@ def prunable(
     return doomed
 
 
+def about(entries: Sequence[Experience]) -> dict[str, float]:
+    """Return by id the share of its task's own words that an entry's text has, from 0 to 1.
+
+    A task's own words are those that not all tasks of ``entries`` have. An entry without a task,
+    or whose task has no such words, is about it.
+    """
+    words = {entry.task or "": content_words(entry.task or "") for entry in entries}
+    words.pop("", None)
+    common = set[str].intersection(*words.values()) if words else set[str]()
+    own = {task: held - common for task, held in words.items()}
+    return {
+        entry.id: len(content_words(entry.text) & names) / len(names)
+        if (names := own.get(entry.task or ""))
+        else 1.0
+        for entry in entries
+    }
+
+
 def evictable(
     entries: Sequence[Experience],
     cap: int,
@@ -57,11 +76,13 @@ def evictable(
     seed: str,
     journal: Journal,
     namespace: str,
+    shares: Mapping[str, float],
 ) -> list[Experience]:
     """Return the entries to evict so that ``cap`` are left, in the order of ``entries``.
 
     ``entries`` are the live ones, oldest first; of equals the older one goes. ``seed`` is that of
-    the policy ``random``; in the journal ``lru`` finds the commit of an entry's last use.
+    the policy ``random``; in the journal ``lru`` finds the commit of an entry's last use;
+    ``shares`` are those of ``about``, for ``subject``.
 
     Raises:
         ValueError: the cap is negative, or there is no such policy.
@@ -80,6 +101,9 @@ def evictable(
         doomed = list(places)[:surplus]
     elif policy == "utility":
         doomed = sorted(places, key=lambda i: entries[i].statistics.score)[:surplus]
+    elif policy == "subject":
+        order = [(shares[one.id], one.statistics.score) for one in entries]
+        doomed = sorted(places, key=order.__getitem__)[:surplus]
     else:
         used = dict(journal.rows(_LAST_USE, namespace))
         recent = [max(used.get(one.id, 0), one.provenance.commit or 0) for one in entries]
