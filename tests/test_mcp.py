@@ -119,6 +119,7 @@ async def test_over_stdio_advice_is_shown_used_recorded_and_credited(
 def listening(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server process on a free port, and its address."""
     command = [sys.executable, *COMMAND, str(folder), "--http", "127.0.0.1:0", *arguments]
+    command += () if "--token" in arguments else ("--no-token",)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None and process.stderr is not None
@@ -244,7 +245,7 @@ async def test_what_a_model_gets_wrong_is_said_in_words_and_can_be_put_right(
     [
         (["--http", "8322"], "HOST:PORT"),
         (["--http", "127.0.0.1:99999"], "HOST:PORT"),
-        (["--http", "0.0.0.0:0"], "token"),
+        (["--http", "0.0.0.0:0", "--no-token"], "token"),
         (["--base-url", "http://127.0.0.1:1/v1"], "127.0.0.1:1"),
         (["--read-only", "--model", "m"], "--read-only"),
     ],

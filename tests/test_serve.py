@@ -28,6 +28,7 @@ import uvicorn
 import experiential as xp
 from experiential.bank.http import wire
 from experiential.bank.http.client import RemoteBank
+from experiential.bank.http.limits import Limits, server_config
 from experiential.bank.http.served import LONGEST_PAGE, Page
 from experiential.bank.http.service import create_app
 from experiential.bank.protocol import Bank
@@ -45,7 +46,7 @@ def serving(source: Any, port: int = 0, **options: Any) -> Iterator[str]:
     """The address of an application that serves ``source`` from a thread of this process."""
     app = create_app(source, **options)
     listener = socket.create_server(("127.0.0.1", port))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", access_log=False))
+    server = uvicorn.Server(server_config(app, options.get("limits") or Limits()))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
@@ -72,6 +73,7 @@ def serve_command(
         str(port),
         "--embedder",
         "hashing",
+        *(() if "--token" in arguments else ("--no-token",)),
         *arguments,
     ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -350,7 +352,10 @@ def test_without_the_token_nothing_is_answered(
 
 
 def test_a_long_body_is_refused_however_it_comes(folder: Path) -> None:
-    with serving(folder, max_body=2000, embedder="hashing") as url, xp.ExperienceBank(url) as bank:
+    with (
+        serving(folder, limits=Limits(body=2000), embedder="hashing") as url,
+        xp.ExperienceBank(url) as bank,
+    ):
         bank.add("x" * 1000)
         with pytest.raises(xp.BankError, match="at most 2000 bytes"):
             bank.add("x" * 2000)
@@ -532,7 +537,7 @@ def test_a_lost_server_is_named_and_the_same_client_goes_on_when_it_is_back(fold
     with pytest.raises(xp.BankError, match=f"{url}.*experiential serve"):
         bank.add("lost")
     with pytest.raises(xp.BankError, match=f"{url}.*experiential serve"):
-        xp.ExperienceBank(url)
+        xp.ExperienceBank(url, patience=0.0)
     with serving(folder, port=int(url.rsplit(":", 1)[1])):
         bank.add("after")
         assert texts(bank) == ["before", "after"]
@@ -685,8 +690,8 @@ def test_an_open_address_without_a_token_is_refused(
     folder: Path, host: str, in_process: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("EXPERIENTIAL_TOKEN", raising=False)
-    code, error = in_process("serve", folder, "--host", host)
-    assert code == 2 and "token" in error and error.count("\n") == 1
+    code, error = in_process("serve", folder, "--host", host, "--no-token")
+    assert code == 2 and "--no-token" in error and error.count("\n") == 1
     assert not folder.exists()
 
 

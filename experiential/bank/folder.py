@@ -6,15 +6,16 @@ end the transaction that every write passes through.
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 from experiential.bank.consolidation import dedupe, forget
 from experiential.bank.episode import Episode, EpisodeOptions
@@ -86,7 +87,34 @@ if TYPE_CHECKING:
     from experiential.bank.http.served import ServedBank
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Callable[..., Any])
 _CLOSED = "Expected an open bank, got a closed one; open it again with ExperienceBank(path)"
+
+
+def _once(write: M) -> M:
+    """Let a write, repeated with the same ``key=``, return its first answer."""
+    signature = inspect.signature(write)
+
+    @wraps(write)
+    def keyed(self: FolderBank, /, *args: Any, key: str | None = None, **kwargs: Any) -> Any:
+        if key is None:
+            return write(self, *args, **kwargs)
+        from experiential.bank.http.served import checked_key
+        from experiential.bank.http.wire import OPERATIONS
+
+        checked_key(key)
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        values = {name: value for name, value in bound.arguments.items() if name != "self"}
+        del values["key"]
+        operation = OPERATIONS[write.__name__.removesuffix("_entries")]
+        body = operation.request(values)
+        request = f"{operation.name} {body.model_dump_json()}".encode()
+        served = self._answering()  # pyright: ignore[reportPrivateUsage]
+        again = partial(served.repeated, operation.name, body=body)
+        return served.once(key, request, partial(write, self, *args, **kwargs), again)
+
+    return cast("M", keyed)
 
 
 class FolderBank(StateReader, Bank, Shared):
@@ -435,6 +463,19 @@ class FolderBank(StateReader, Bank, Shared):
 
     # Writing
 
+    @_once
+    def add(
+        self,
+        text: str,
+        *,
+        task: str | None = None,
+        kind: str = "lesson",
+        metadata: Mapping[str, Any] | None = None,
+        key: str | None = None,
+    ) -> Experience:
+        return self.add_many([text], task=task, kind=kind, metadata=metadata)[0]
+
+    @_once
     def add_many(
         self,
         texts: Iterable[str],
@@ -442,6 +483,7 @@ class FolderBank(StateReader, Bank, Shared):
         task: str | None = None,
         kind: str = "lesson",
         metadata: Mapping[str, Any] | None = None,
+        key: str | None = None,
     ) -> list[Experience]:
         gate = Gate(self.text_limit)
         entries = gate.new_entries(texts, task, kind, metadata)
@@ -455,15 +497,16 @@ class FolderBank(StateReader, Bank, Shared):
             "human", "add", lambda draft: [draft.put(*pair) for pair in pairs], gate=gate
         )
 
-    def update(self, id: str, text: str) -> Experience:
+    @_once
+    def update(self, id: str, text: str, *, key: str | None = None) -> Experience:
         gate = Gate(self.text_limit)
         text = gate.text(text)
         self._check_writable()
         known = self.get(id)
         if known is None:
             raise unknown_entry(id)
-        key, source = EntryKey(text, known.task), Provenance(cause="update")
-        vector = embed_entries(self._embed, [key])[key]
+        embedded, source = EntryKey(text, known.task), Provenance(cause="update")
+        vector = embed_entries(self._embed, [embedded])[embedded]
         entry = self._commit(
             "human",
             "update",
@@ -473,16 +516,19 @@ class FolderBank(StateReader, Bank, Shared):
         )
         return self.read(entry)
 
-    def approve(self, id: str) -> Experience:
+    @_once
+    def approve(self, id: str, *, key: str | None = None) -> Experience:
         self._check_writable()
         checked_text(id, "id")
         return self.read(self._commit("human", "approve", partial(approve, id=id), id))
 
-    def remove(self, id: str) -> None:
+    @_once
+    def remove(self, id: str, *, key: str | None = None) -> None:
         checked_text(id, "id")
         self._commit("human", "remove", lambda draft: draft.remove(id), id)
 
-    def rollback(self, commit: int) -> Commit:
+    @_once
+    def rollback(self, commit: int, *, key: str | None = None) -> Commit:
         self._check_writable()
         self._check_commit(commit)
         with self._lock:
@@ -726,7 +772,10 @@ class FolderBank(StateReader, Bank, Shared):
 
     # Moving
 
-    def import_entries(self, entries: Sequence[Experience], ref: str) -> int:
+    @_once
+    def import_entries(
+        self, entries: Sequence[Experience], ref: str, *, key: str | None = None
+    ) -> int:
         self._check_writable()
         gate = Gate(self.text_limit)
         cleaned: list[Experience] = []
@@ -742,12 +791,12 @@ class FolderBank(StateReader, Bank, Shared):
         keys = [EntryKey(entry.text, entry.task) for entry in cleaned]
         vectors, added = embed_entries(self._embed, keys), 0
         with self._draft("human", "import", ref, gate) as draft:
-            for entry, key in zip(cleaned, keys, strict=True):
+            for entry, embedded in zip(cleaned, keys, strict=True):
                 if draft.twin((entry.task, entry.kind, entry.text)) is not None:
                     continue
                 if self._history.last_version(entry.id):  # versions are never written twice
                     entry = entry.model_copy(update={"id": new_id()})
-                draft.put(entry, vectors[key])
+                draft.put(entry, vectors[embedded])
                 draft.count(entry.id, entry.statistics)
                 added += 1
         return added

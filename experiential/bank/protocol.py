@@ -256,9 +256,14 @@ class Bank(View, Protocol):
         task: str | None = None,
         kind: str = "lesson",
         metadata: Mapping[str, Any] | None = None,
+        key: str | None = None,
     ) -> Experience:
-        """Write a new entry."""
-        return self.add_many([text], task=task, kind=kind, metadata=metadata)[0]
+        """Write a new entry.
+
+        ``key``, here and in other writes, names the write: repeated under it, after a crash or an
+        answer that was lost, it is not made again and its first answer is returned.
+        """
+        ...
 
     def add_many(
         self,
@@ -267,15 +272,16 @@ class Bank(View, Protocol):
         task: str | None = None,
         kind: str = "lesson",
         metadata: Mapping[str, Any] | None = None,
+        key: str | None = None,
     ) -> list[Experience]:
         """Write several entries in one commit."""
         ...
 
-    def update(self, id: str, text: str) -> Experience:
+    def update(self, id: str, text: str, *, key: str | None = None) -> Experience:
         """Write the next version of an entry; its history keeps the old one."""
         ...
 
-    def approve(self, id: str) -> Experience:
+    def approve(self, id: str, *, key: str | None = None) -> Experience:
         """Let searches find a proposed entry; return the live version.
 
         The proposal of another text for an entry becomes its next version instead.
@@ -285,11 +291,11 @@ class Bank(View, Protocol):
         """
         ...
 
-    def remove(self, id: str) -> None:
+    def remove(self, id: str, *, key: str | None = None) -> None:
         """Remove an entry; ``at`` and ``rollback`` still know it."""
         ...
 
-    def rollback(self, commit: int) -> Commit:
+    def rollback(self, commit: int, *, key: str | None = None) -> Commit:
         """Restore the entries of an earlier commit by a new commit; counters stay."""
         ...
 
@@ -483,15 +489,20 @@ class Bank(View, Protocol):
         """
         return bundle.write(Path(file), list(self.entries()), self.namespace, self.embedder.id)
 
-    def import_(self, file: str | os.PathLike[str], *, edited: bool = False) -> int:
+    def import_(
+        self, file: str | os.PathLike[str], *, edited: bool = False, key: str | None = None
+    ) -> int:
         """Add the entries of an exported file in one commit; return the number added.
 
         An entry that repeats a live one is left out. A file that differs from its hash is refused
         unless ``edited`` says that it was changed on purpose.
         """
-        return self.import_entries(bundle.read(Path(file), edited=edited), Path(file).name)
+        entries = bundle.read(Path(file), edited=edited)
+        return self.import_entries(entries, Path(file).name, key=key)
 
-    def import_entries(self, entries: Sequence[Experience], ref: str) -> int:
+    def import_entries(
+        self, entries: Sequence[Experience], ref: str, *, key: str | None = None
+    ) -> int:
         """Add entries as ``import_`` does; the commit refers to ``ref``."""
         ...
 

@@ -49,6 +49,8 @@ Yes = Annotated[bool, Option("--yes", "-y", help="Do not ask.")]
 DryRun = Annotated[bool, Option("--dry-run", help="Change nothing, only show what would change.")]
 Limit = Annotated[int, Option(min=0, help="Rows to show; 0 shows all.")]
 
+_PATIENCE = 5.0  # for a server that is being restarted; somebody waits for the command
+
 app = new_app("Read and mend an experience bank.")
 
 
@@ -97,6 +99,7 @@ def opened_at(
         return
     from experiential.bank.bank import ExperienceBank
 
+    options = {"patience": _PATIENCE, **options}
     try:
         with ExperienceBank(place, namespace=namespace, read_only=not write, **options) as bank:
             yield bank

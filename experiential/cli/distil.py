@@ -28,7 +28,7 @@ from experiential.cli.options import (
     named_model,
     opened_extractor,
 )
-from experiential.cli.serve import TOKEN_VARIABLE, bank_server
+from experiential.cli.serve import TOKEN_VARIABLE, NoToken, bank_server, chosen_token
 from experiential.errors import BackendError, BankError, BudgetError, ConfigError
 from experiential.sync import attempted
 
@@ -74,16 +74,18 @@ def distil(
         ),
     ] = False,
     namespace: Namespace = "default",
-    host: Annotated[
-        str, Option(help="Address to serve a folder at; another than this machine needs a token.")
-    ] = "127.0.0.1",
+    host: Annotated[str, Option(help="Address to serve a folder at.")] = "127.0.0.1",
     port: Annotated[
         int, Option(min=0, max=65535, help="Port to serve a folder at; 0 takes a free one.")
     ] = 8321,
     token: Annotated[
         str | None,
-        Option(envvar=TOKEN_VARIABLE, help="Bearer token of the bank server, this one or that."),
+        Option(
+            envvar=TOKEN_VARIABLE,
+            help="Bearer token of the bank server, this one (by default a random one) or that.",
+        ),
     ] = None,
+    no_token: NoToken = False,
     embedder: Embedder = None,
     store: Store = None,
 ) -> None:
@@ -112,7 +114,8 @@ def distil(
             options = {"token": token, "embedder": embedder} if is_remote else chosen
             source = stack.enter_context(opened_at(bank, namespace, write=True, **options))
         else:
-            server = bank_server(Path(bank), host, port, token, **chosen)
+            asked = chosen_token(host, token, no_token=no_token)
+            server = bank_server(Path(bank), host, port, asked, **chosen)
             banks, serve = stack.enter_context(server)
             try:
                 source = banks.get(namespace).bank

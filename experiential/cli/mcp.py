@@ -28,7 +28,14 @@ from experiential.cli.options import (
     named_model,
     opened_extractor,
 )
-from experiential.cli.serve import TOKEN_VARIABLE, check_token, listen
+from experiential.cli.serve import (
+    TOKEN_VARIABLE,
+    HostName,
+    NoToken,
+    Token,
+    chosen_token,
+    listen,
+)
 from experiential.errors import BankLockedError, ConfigError, ExperientialError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -38,7 +45,6 @@ OPEN_EPISODES = 1_000
 """Episodes that were recalled for and not recorded yet; beyond this the oldest is forgotten."""
 ANSWERS = 100
 """Questions answered per episode: a bound for an agent that does nothing but ask."""
-_MEBIBYTE = 2**20
 
 
 class Recalled(BaseModel):
@@ -83,10 +89,12 @@ def mcp(
         str | None,
         Option(
             envvar=TOKEN_VARIABLE,
-            help="With --http: what clients must send as a bearer token. For a BANK behind an"
-            " address: its token.",
+            help="With --http: what clients must send as a bearer token, by default a random one."
+            " For a BANK behind an address: its token.",
         ),
     ] = None,
+    no_token: NoToken = False,
+    host_name: HostName = None,
     read_only: Annotated[
         bool, Option("--read-only", help="Offer recall and ask only, and write nothing.")
     ] = False,
@@ -118,9 +126,9 @@ def mcp(
     from experiential.cli.preflight import check_model
 
     with ExitStack() as stack:
-        listener = None
+        listener, asked = None, Token(None)
         if http is not None:
-            check_token(host, token)
+            asked = chosen_token(host, token, no_token=no_token)
             listener = stack.enter_context(listen(host, int(port)))
         is_remote = bank.startswith(("http://", "https://"))
         options: dict[str, Any] = {"token": token} if is_remote else {}
@@ -147,15 +155,16 @@ def mcp(
             return
         import uvicorn
 
-        from experiential.bank.http.service import RequestGuard
+        from experiential.bank.http.limits import Limits, RequestGuard, server_config
 
-        app = RequestGuard(server.streamable_http_app(host=host), token, 8 * _MEBIBYTE)
+        limits = Limits()
+        hosts = (host, *(host_name or ()))
+        app = RequestGuard(server.streamable_http_app(host=host), asked.value, limits, hosts)
         address = listener.getsockname()
         shown = f"[{address[0]}]" if ":" in address[0] else address[0]
-        sys.stdout.write(f"serving http://{shown}:{address[1]}/mcp from {bank}\n")
+        sys.stdout.write(f"serving http://{shown}:{address[1]}/mcp from {bank}\n{asked.line}")
         sys.stdout.flush()
-        config = uvicorn.Config(app, log_level="warning", access_log=False)
-        uvicorn.Server(config).run(sockets=[listener])
+        uvicorn.Server(server_config(app, limits)).run(sockets=[listener])
 
 
 def create_server(manager: ExperienceManager, *, one_client: bool = False) -> MCPServer[Any]:

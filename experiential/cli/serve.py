@@ -6,15 +6,16 @@ One process writes the folder, any number of others use it.
 from __future__ import annotations
 
 import ipaddress
+import secrets
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from typer import Argument, Option
 
@@ -22,11 +23,23 @@ from experiential.cli.options import Embedder, Store
 from experiential.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
+    from experiential.bank.http.limits import Limits
     from experiential.bank.http.namespaces import Namespaces
 
 TOKEN_VARIABLE = "EXPERIENTIAL_TOKEN"
 _MEBIBYTE = 2**20
-_SECONDS_TO_FINISH = 10
+NoToken = Annotated[
+    bool,
+    Option("--no-token", help="Let everybody on this machine in; an open address needs a token."),
+]
+HostName = Annotated[
+    list[str] | None,
+    Option(
+        metavar="NAME",
+        help="Further name by which clients call this server, such as that of a proxy; may be"
+        " repeated.",
+    ),
+]
 
 
 def serve(
@@ -35,7 +48,7 @@ def serve(
     ],
     host: Annotated[
         str,
-        Option(help="Address to listen at. Anything but this machine alone needs a token."),
+        Option(help="Address to listen at."),
     ] = "127.0.0.1",
     port: Annotated[
         int, Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")
@@ -44,9 +57,12 @@ def serve(
         str | None,
         Option(
             envvar=TOKEN_VARIABLE,
-            help="What clients must send as a bearer token; the variable hides it from `ps`.",
+            help="What clients must send as a bearer token; the variable hides it from `ps`. A"
+            " random one by default.",
         ),
     ] = None,
+    no_token: NoToken = False,
+    host_name: HostName = None,
     namespace: Annotated[
         list[str] | None,
         Option(
@@ -57,14 +73,25 @@ def serve(
     embedder: Embedder = None,
     store: Store = None,
     max_body: Annotated[int, Option(min=1, help="Longest request body, in MiB.")] = 8,
+    max_namespaces: Annotated[
+        int, Option(min=1, help="Namespaces from which on no further one is made.")
+    ] = 100,
+    rate: Annotated[
+        float, Option(min=1, help="Requests a second that one address may send.")
+    ] = 1000.0,
 ) -> None:
     """Serve a bank to other processes: they open it with ExperienceBank("http://HOST:PORT").
 
     This process is then the folder's only writer. It stops cleanly on Ctrl-C and on SIGTERM; what
     was acknowledged is on the disk even when it is killed.
     """
-    options = {"namespaces": namespace or (), "embedder": embedder, "store": store}
-    with bank_server(folder, host, port, token, max_body=max_body, **options) as (_, run):
+    from experiential.bank.http.limits import Limits
+
+    limits = Limits(body=max_body * _MEBIBYTE, namespaces=max_namespaces, rate=rate)
+    options: dict[str, Any] = {"namespaces": namespace or (), "embedder": embedder, "store": store}
+    chosen = chosen_token(host, token, no_token=no_token)
+    hosts = host_name or ()
+    with bank_server(folder, host, port, chosen, hosts, limits, **options) as (_, run):
         # Ends this process before uvicorn listens for it, and after: uvicorn raises it again.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
         run()
@@ -75,19 +102,20 @@ def bank_server(
     folder: Path,
     host: str,
     port: int,
-    token: str | None,
-    *,
-    max_body: int = 8,
+    token: Token,
+    host_names: Sequence[str] = (),
+    limits: Limits | None = None,
     **options: Any,
 ) -> Generator[tuple[Namespaces, Callable[[], None]]]:
     """Open a bank folder to be served; close it at the end.
 
     Args:
         folder: of the bank; made on first use.
-        host: address to listen at; one that other machines can reach needs a token.
+        host: address to listen at.
         port: 0 takes a free one.
-        token: what clients must send; None asks for none.
-        max_body: longest request body, in MiB.
+        token: what clients must send.
+        host_names: further names by which clients call this server.
+        limits: of what clients may ask for.
         options: of `Namespaces`.
 
     Yields:
@@ -99,37 +127,33 @@ def bank_server(
         MissingExtraError: FastAPI or uvicorn is not installed.
         BankLockedError: another process writes the folder.
     """
-    check_token(host, token)
     try:
         import uvicorn
 
         import_module("fastapi")  # asked for before the folder is locked
     except ImportError as error:
         raise MissingExtraError(error.name or "uvicorn", "serve") from None
+    from experiential.bank.http.limits import Limits, server_config
     from experiential.bank.http.namespaces import Namespaces
     from experiential.bank.http.service import create_app
 
+    limits = limits or Limits()
     with listen(host, port) as listener:
         try:
-            banks = Namespaces(folder, **options)
+            banks = Namespaces(folder, limit=limits.namespaces, **options)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         try:
-            app = create_app(banks, token, max_body=max_body * _MEBIBYTE)
-            config = uvicorn.Config(
-                app,
-                log_level="warning",
-                access_log=False,
-                timeout_graceful_shutdown=_SECONDS_TO_FINISH,
-            )
-            server, running = uvicorn.Server(config), threading.Lock()
+            hosts = (host or "0.0.0.0", *host_names)
+            app = create_app(banks, token.value, limits=limits, hosts=hosts)
+            server, running = uvicorn.Server(server_config(app, limits)), threading.Lock()
             shown = f"[{host}]" if ":" in host else host
 
             def run() -> None:
                 names = ", ".join(banks.names()) or "none yet"
                 sys.stdout.write(
                     f"serving http://{shown}:{listener.getsockname()[1]} from {folder} (namespaces:"
-                    f" {names})\n"
+                    f" {names})\n{token.line}"
                 )
                 sys.stdout.flush()
                 with running:
@@ -145,8 +169,19 @@ def bank_server(
             banks.close()
 
 
-def check_token(host: str, token: str | None) -> None:
-    """Refuse a token that no header can carry, and an open address without one."""
+class Token(NamedTuple):
+    """Hold what clients must send (None: nothing), and the line that says so, if any."""
+
+    value: str | None
+    line: str = ""
+
+
+def chosen_token(host: str, token: str | None, *, no_token: bool = False) -> Token:
+    """Return the token of a server: the one given, or a random one that is shown once.
+
+    Raises:
+        ConfigError: no header can carry it, or an open address is to be served without one.
+    """
     if token is not None and not (
         token and token.isascii() and token.isprintable() and token.strip() == token
     ):
@@ -154,11 +189,15 @@ def check_token(host: str, token: str | None) -> None:
             f"Expected --token (or {TOKEN_VARIABLE}) to be printable ASCII without blanks at its"
             " ends, got another text"
         )
-    if token is None and not is_loopback(host):
+    if no_token and not is_loopback(host):
         raise ConfigError(
-            f"Expected a token to listen at {host!r}, which other machines can reach, got none; "
-            f"set {TOKEN_VARIABLE} or pass --token, or listen at 127.0.0.1"
+            f"Expected a token to listen at {host!r}, which other machines can reach, got"
+            " --no-token; leave it out, or listen at 127.0.0.1"
         )
+    if no_token or token is not None:
+        return Token(None if no_token else token)
+    made = secrets.token_urlsafe(24)
+    return Token(made, f"clients need: export {TOKEN_VARIABLE}={made}\n")
 
 
 def listen(host: str, port: int) -> socket.socket:

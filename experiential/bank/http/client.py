@@ -16,13 +16,21 @@ from functools import cached_property, partial, wraps
 from typing import Any, TypeVar, Unpack, cast
 
 import numpy as np
-from pydantic import ValidationError
 
 from experiential.bank.consolidation import dedupe
 from experiential.bank.episode import Episode, EpisodeOptions
 from experiential.bank.http import wire
-from experiential.bank.http.connection import Connection
-from experiential.bank.http.served import At, Info, Near, Page, Version, Written
+from experiential.bank.http.connection import PATIENCE, Connection
+from experiential.bank.http.limits import Limits
+from experiential.bank.http.served import (
+    At,
+    Info,
+    Near,
+    Page,
+    Version,
+    Written,
+    checked_key,
+)
 from experiential.bank.http.wire import Body, Operation
 from experiential.bank.index.embed import Embedder, Vector, embedder_id, resolve_embedder
 from experiential.bank.processes import Line
@@ -36,6 +44,7 @@ from experiential.sync import attempted
 from experiential.types import Experience, Hit, Statistics, Trajectory
 
 M = TypeVar("M", bound=Callable[..., Any])
+_LIMITS = Limits()
 
 
 def _sends(method: M, operation: str = "") -> M:
@@ -66,9 +75,11 @@ class ProcessConnection:
     def closed(self) -> bool:
         return self._line.closed
 
-    def call(self, operation: Operation, namespace: str, body: Body) -> Any:
+    def call(self, operation: Operation, namespace: str, body: Body, key: str | None = None) -> Any:
         """Return the answer to one operation; the line leads to one namespace."""
         arguments = {name: getattr(body, name) for name in type(body).model_fields}
+        if key is not None:
+            arguments["key"] = key
         return self._line.call(operation.path, **arguments)
 
     def close(self) -> None:
@@ -96,20 +107,11 @@ class RemoteView(View):
         Raises:
             ValueError: a value does not fit its parameter.
         """
-        operation = wire.OPERATIONS[name]
+        operation, key = wire.OPERATIONS[name], checked_key(values.pop("key", None))
         if "at" in operation.body.model_fields:
             values.setdefault("at", self._view)
-        try:
-            body = operation.body(**values)
-        except ValidationError as error:
-            first = error.errors()[0]
-            if first["type"] == "value_error":  # raised by a validator of ours, in full words
-                raise ValueError(str(first.get("ctx", {}).get("error"))) from error
-            field = ".".join(str(part) for part in first["loc"])
-            raise ValueError(
-                f"Expected {field} of {name!r} to be right, got {first['input']!r}: {first['msg']}"
-            ) from error
-        return self._connection.call(operation, self.namespace, body)
+        body = operation.request(values)
+        return self._connection.call(operation, self.namespace, body, key)
 
     get = _sends(View.get)
 
@@ -134,22 +136,31 @@ class RemoteView(View):
     ) -> list[list[Scored[Experience]]]:
         if not queries and not words:
             return []
-        rows: list[list[Near]] = self.send(
-            "nearest",
-            queries=list(queries),
-            n=n,
-            exclude=[scope.exclude for scope in scopes],
-            where=[scope.where and scope.where.fields for scope in scopes],
-            words=words,
-        )
+        rows: list[list[Near]] = []
+        for part in _parts(len(queries), n) or [slice(0)]:
+            rows += self.send(
+                "nearest",
+                queries=list(queries[part]),
+                n=n,
+                exclude=[scope.exclude for scope in scopes[part]],
+                where=[scope.where and scope.where.fields for scope in scopes[part]],
+                words=words,
+            )
         return [[Scored(hit.experience, hit.score, hit.words) for hit in row] for row in rows]
 
     def _hits(self, queries: list[str], k: int, hybrid: float, scope: Scope) -> list[list[Hit]]:
-        if not queries:
-            return []
         where = scope.where and scope.where.fields
         filters = {"exclude_instance": scope.exclude, "where": where}
-        return self.send("search", queries=queries, k=k, hybrid=hybrid, **filters)
+        rows: list[list[Hit]] = []
+        for part in _parts(len(queries), k):
+            rows += self.send("search", queries=queries[part], k=k, hybrid=hybrid, **filters)
+        return rows
+
+
+def _parts(count: int, k: int) -> list[slice]:
+    """Cut queries for ``k`` hits each into parts that a server takes in one request."""
+    step = max(1, min(_LIMITS.queries, _LIMITS.hits // max(k, 1)))
+    return [slice(start, start + step) for start in range(0, count, step)]
 
 
 class RemoteEmbedder(TextEmbedder):
@@ -163,7 +174,10 @@ class RemoteEmbedder(TextEmbedder):
         self._bank = bank
 
     def __call__(self, texts: Sequence[str]) -> Vector:
-        return np.asarray(self._bank.send("embed", texts=list(texts)), dtype=np.float32)
+        texts, vectors = list(texts), list[list[float]]()
+        for part in _parts(len(texts), 1):
+            vectors += self._bank.send("embed", texts=texts[part])
+        return np.asarray(vectors, dtype=np.float32)
 
 
 @dataclass(eq=False)
@@ -198,7 +212,7 @@ class RemoteBank(RemoteView, Bank):
         read_only: refuse writes here, and read the bank as it is now.
         token: the server's token; ``$EXPERIENTIAL_TOKEN`` by default.
         timeout: seconds to wait for one answer.
-        patience: seconds during which a lost connection is tried again.
+        patience: seconds during which a lost or busy server is tried again.
         info: what the server says of the bank; asked for by default.
 
     Raises:
@@ -214,7 +228,7 @@ class RemoteBank(RemoteView, Bank):
         read_only: bool = False,
         token: str | None = None,
         timeout: float = 60.0,
-        patience: float = 1.0,
+        patience: float = PATIENCE,
         info: Info | None = None,
     ) -> None:
         checked_text(namespace, "namespace")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,6 +24,11 @@ TOKEN_VARIABLE = "EXPERIENTIAL_TOKEN"
 _CONNECTIONS = 64
 _CONNECT_SECONDS = 5.0
 _LONGEST_PAUSE = 0.5
+_SAID_AFTER = 1.0
+"""Seconds of waiting for a lost server after which the log says so."""
+PATIENCE = 30.0
+"""Seconds during which a lost or busy server is tried again: a restart takes 2 to 5."""
+_log = logging.getLogger(__name__)
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -32,8 +39,8 @@ class Connection:
         url: the server's address, ``http://host:port``.
         token: sent as a bearer token; ``$EXPERIENTIAL_TOKEN`` by default.
         timeout: seconds to wait for one answer.
-        patience: seconds during which a lost connection is tried again; a write keeps its key, so
-            it is carried out once.
+        patience: seconds during which a lost connection, or a server that has too much to do, is
+            tried again; a write keeps its key, so it is carried out once.
 
     Raises:
         ValueError: the address cannot be read, or a number is out of range.
@@ -68,8 +75,11 @@ class Connection:
         self._client: httpx.Client | None = None
         self._pid = 0
 
-    def call(self, operation: Operation, namespace: str, body: Body) -> Any:
+    def call(self, operation: Operation, namespace: str, body: Body, key: str | None = None) -> Any:
         """Return the answer to one operation.
+
+        ``key`` names a write: sent again under it, the write is carried out once. By default each
+        call has a new one.
 
         Raises:
             BankError: the server is out of reach, or refused. Its other errors keep their type.
@@ -78,7 +88,7 @@ class Connection:
             content = body.model_dump_json().encode()
         except PydanticSerializationError as error:
             raise ValueError(f"Expected values that JSON can hold, got {error}") from error
-        headers = {wire.KEY_HEADER: new_id()} if operation.writes else {}
+        headers = {wire.KEY_HEADER: key or new_id()} if operation.writes else {}
         response = self._send(operation.name, namespace, content, headers)
         if response.status_code == 200:
             try:
@@ -107,31 +117,46 @@ class Connection:
         self, name: str, namespace: str, content: bytes, headers: dict[str, str]
     ) -> httpx.Response:
         """Send a request until it is answered, or patience has ended."""
-        until, pause = 0.0, 0.05
+        since, pause, is_said, may_be_made = 0.0, 0.05, False, False
         while True:
             try:
-                return self._opened().post(
+                response = self._opened().post(
                     wire.PREFIX + name,
                     params={"namespace": namespace},
                     content=content,
                     headers=headers,
                 )
+                if response.status_code not in (429, 503) or "retry-after" not in response.headers:
+                    return response
+                found, wait = response, float(response.headers["retry-after"])
             except httpx.TransportError as error:
+                is_unsent = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
+                may_be_made = may_be_made or not is_unsent
                 # A server that is slow may have made the write, and is not asked again.
-                if isinstance(error, httpx.TimeoutException) and not isinstance(
-                    error, httpx.ConnectTimeout
-                ):
+                if isinstance(error, httpx.TimeoutException) and not is_unsent:
                     raise BankError(
                         f"Expected an answer from the bank server at {self.url} within"
-                        f" {self._timeout} s, got none; a write may have been made"
+                        f" {self._timeout} s, got none{_advice(headers, may_be_made)}"
                     ) from error
-                until = until or time.monotonic() + self._patience  # from the first loss on
-                if time.monotonic() + pause > until:
-                    raise BankError(
-                        f"Expected a bank server at {self.url}, got {type(error).__name__}:"
-                        f" {error}; start it where the bank's folder is: experiential serve FOLDER"
-                    ) from error
-            time.sleep(pause)
+                found, wait = error, pause
+            now = time.monotonic()
+            since = since or now  # from the first loss on
+            if now + wait > since + self._patience:
+                if isinstance(found, httpx.Response):
+                    return found
+                raise BankError(
+                    f"Expected a bank server at {self.url}, got {type(found).__name__}:"
+                    f" {found}; start it where the bank's folder is: experiential serve FOLDER"
+                    f"{_advice(headers, may_be_made)}"
+                ) from found
+            if now - since > _SAID_AFTER and not is_said:
+                is_said = True
+                _log.warning(
+                    "The bank server at %s does not answer; trying for %g s",
+                    self.url,
+                    self._patience,
+                )
+            time.sleep(wait)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _opened(self) -> httpx.Client:
@@ -161,3 +186,13 @@ class Connection:
             client, self._client = self._client, None
         if client is not None and self._pid == os.getpid():
             client.close()
+
+
+def _advice(headers: Mapping[str, str], may_be_made: bool) -> str:
+    """Return what to do about a write whose answer was lost."""
+    if not may_be_made or wire.KEY_HEADER not in headers:
+        return ""
+    return (
+        "; a write may have been made: look, or repeat it with"
+        f" key={headers[wire.KEY_HEADER]!r}, where the method takes one, which writes once"
+    )

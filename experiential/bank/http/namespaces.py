@@ -30,6 +30,7 @@ class Namespaces:
         namespaces: those that may be asked for; empty allows all.
         embedder: for namespaces that were never written.
         store: where the index of a folder's namespaces is, see ``FolderBank``.
+        limit: number of namespaces from which on no further one is made.
 
     Raises:
         BankLockedError: another process writes the folder.
@@ -43,7 +44,9 @@ class Namespaces:
         namespaces: Sequence[str] = (),
         embedder: Embedder | str | None = None,
         store: str | None = None,
+        limit: int = 100,
     ) -> None:
+        self._limit = limit
         self._lock = threading.RLock()
         self._open: dict[str, ServedBank] = {}
         self._allowed = tuple(dict.fromkeys(namespaces))
@@ -93,6 +96,13 @@ class Namespaces:
                 raise BankError(
                     f"Expected a namespace served here ({served}), got {namespace!r}; start the"
                     " server with --namespace for it"
+                )
+            known_names = self.names()
+            if namespace not in known_names and len(known_names) >= self._limit:
+                raise BankError(
+                    f"Expected one of the {len(known_names)} namespaces of this bank, got"
+                    f" {namespace!r}, and no further one may be made; start the server with"
+                    " --max-namespaces, or name one that is there"
                 )
             is_new = History(self._journal, namespace).is_empty()
             bank = FolderBank(

@@ -21,6 +21,8 @@ from experiential.types import Distillation, Experience, Hit, Statistics, Trajec
 T = TypeVar("T")
 LONGEST_PAGE = 1000
 """Greatest number of entries in one page of a listing."""
+LONGEST_KEY = 200
+"""Greatest number of characters in the key of a write."""
 _VIEWS = 8
 _LISTINGS = 64
 _KEYS = 4096
@@ -74,6 +76,17 @@ class Written(Body):
 
     entries: list[Experience]
     refused: dict[str, int]
+
+
+def checked_key(key: object) -> str | None:
+    """Return the key of a write, or None; a text that no header can carry is refused."""
+    if key is None:
+        return None
+    if not (isinstance(key, str) and key.isascii() and key.isprintable() and key.strip() == key):
+        raise ValueError(f"Expected key to be printable ASCII without blanks around, got {key!r}")
+    if not 0 < len(key) <= LONGEST_KEY:
+        raise ValueError(f"Expected key to have 1 to {LONGEST_KEY} characters, got {len(key)}")
+    return key
 
 
 class WritingBank(ForkableBank, Protocol):

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
-import json
+import logging
 import os
+import re
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 from experiential.bank.folder import FolderBank
 from experiential.bank.http import wire
+from experiential.bank.http.limits import BODY, Limits, RequestGuard, error_response
 from experiential.bank.http.namespaces import Namespaces
+from experiential.bank.http.served import LONGEST_KEY
 from experiential.bank.http.wire import Body, Operation
 from experiential.bank.index.embed import Embedder
 from experiential.errors import (
@@ -26,15 +27,14 @@ from experiential.errors import (
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-MAX_BODY = 8 * 2**20
-"""Default limit of a request body, in bytes."""
-LONGEST_KEY = 200
-_BODY = "experiential.body"
 _HARMLESS = ("keep_generation note_retrievals save_counters queue_lease queue_release").split()
+_ASKING = ("search", "nearest", "embed")
 _ONCE = {one.name for one in wire.OPERATIONS.values() if one.writes} - set(_HARMLESS)
 """Writes that a repeated request must not carry out again."""
+_PATH = re.compile(r"(?<![\w:/.~-])~?/(?:[^\s'\"/]+/)+([^\s'\",;:)]*)")
+"""An absolute path of at least two parts; the slashes of an address come after a colon."""
+_log = logging.getLogger(__name__)
 _STATUS = {ReadOnlyBankError: 403, BankLockedError: 423, ExperientialError: 409, TimeoutError: 503}
 
 
@@ -44,7 +44,8 @@ def create_app(
     *,
     namespaces: Sequence[str] = (),
     embedder: Embedder | str | None = None,
-    max_body: int = MAX_BODY,
+    limits: Limits | None = None,
+    hosts: Sequence[str] = (),
 ) -> FastAPI:
     """Return the application that serves a bank folder, or banks that are open already.
 
@@ -56,7 +57,9 @@ def create_app(
         token: required in every request as ``Authorization: Bearer ...``; None requires nothing.
         namespaces: those to serve; empty serves all of the folder, opened when first asked for.
         embedder: for namespaces that were never written; the others keep theirs.
-        max_body: greatest size of a request body, in bytes.
+        limits: of what one client may ask for; those of connections and headers need a server
+            that is started with ``experiential.bank.http.limits.server_config(app, limits)``.
+        hosts: further names by which the server may be called, see `RequestGuard`.
 
     Raises:
         MissingExtraError: FastAPI is not installed.
@@ -69,9 +72,11 @@ def create_app(
         raise MissingExtraError("fastapi", "serve") from None
     if token is not None and not token.strip():
         raise ValueError("Expected token to be non-empty text or None, got blank text")
+    limits = limits or Limits()
     banks = source
     if not isinstance(banks, Namespaces):
-        banks = Namespaces(banks, namespaces=namespaces, embedder=embedder)
+        options: dict[str, Any] = {"namespaces": namespaces, "embedder": embedder}
+        banks = Namespaces(banks, limit=limits.namespaces, **options)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
@@ -80,7 +85,7 @@ def create_app(
 
     app = FastAPI(title="experiential bank", lifespan=lifespan)
     app.state.namespaces = banks
-    app.add_middleware(RequestGuard, token=token, max_body=max_body)
+    app.add_middleware(RequestGuard, token=token, limits=limits, hosts=tuple(hosts))
     for kind in (ExperientialError, ValueError, TimeoutError, RequestValidationError, Exception):
         app.add_exception_handler(kind, _answer)
 
@@ -91,67 +96,15 @@ def create_app(
     health.__annotations__ = {"return": dict[str, Any]}
     app.add_api_route(f"{wire.PREFIX}health", health, methods=["GET"])
     for operation in wire.OPERATIONS.values():
-        _add_route(app, banks, operation)
+        _add_route(app, banks, limits, operation)
     return app
 
 
-@dataclass(repr=False)  # the token stays out of logs
-class RequestGuard:
-    """Refuse, as ASGI middleware, requests without the token or with too long a body."""
-
-    app: ASGIApp
-    token: str | None
-    max_body: int
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        headers = dict(cast("list[tuple[bytes, bytes]]", scope["headers"]))
-        given, expected = headers.get(b"authorization", b""), f"Bearer {self.token}".encode()
-        if self.token is not None and not hmac.compare_digest(given, expected):
-            message = (
-                "Expected the token of this bank server as 'Authorization: Bearer TOKEN', got none"
-                " or another"
-            )
-            fields = {"connection": "close", "www-authenticate": "Bearer"}
-            await _error(401, "BankError", message, fields)(scope, receive, send)
-            return
-        length = headers.get(b"content-length", b"")
-        is_long = length.isdigit() and int(length) > self.max_body
-        body, more = bytearray(), not is_long
-        while more:
-            event = await receive()
-            body += event.get("body", b"")
-            is_long = len(body) > self.max_body
-            more = bool(event.get("more_body", False)) and not is_long
-        if is_long:
-            message = (
-                f"Expected a request of at most {self.max_body} bytes, got more; send fewer or"
-                " shorter texts at once"
-            )
-            await _error(413, "BankError", message, {"connection": "close"})(scope, receive, send)
-            return
-        unread = [bytes(body)]
-
-        async def receive_again() -> Message:
-            if unread:
-                return {"type": "http.request", "body": unread.pop(), "more_body": False}
-            return await receive()
-
-        await self.app({**scope, _BODY: unread[0]}, receive_again, send)
-
-
-def _error(status: int, kind: str, message: str, headers: dict[str, str] | None = None) -> Response:
-    from fastapi import Response
-
-    content = json.dumps({"error": {"type": kind, "message": message}})
-    return Response(content, status, headers, "application/json")
-
-
 async def _answer(request: Request, error: Exception) -> Response:
-    """Answer a request that failed, with an error that the client raises again."""
+    """Answer a request that failed, with an error that the client raises again.
+
+    Paths of this machine are cut to their last part: who may use a bank need not know the disk.
+    """
     from fastapi.exceptions import RequestValidationError
 
     kind = type(error).__name__
@@ -159,17 +112,27 @@ async def _answer(request: Request, error: Exception) -> Response:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
         message = f"Expected a request as described at /docs, got {name}: {first['msg']}"
-        return _error(422, "ValueError", message)
+        return error_response(422, "ValueError", message)
     if isinstance(error, (ExperientialError, ValueError, TimeoutError)):
         status = next((code for base, code in _STATUS.items() if isinstance(error, base)), 422)
         if kind not in wire.ERRORS:
             kind = "BankError" if isinstance(error, ExperientialError) else "ValueError"
-        return _error(status, kind, str(error))
-    message = f"Expected an answer of the bank server, but it failed with {kind}: {error}"
-    return _error(500, "BankError", f"{message}; see its log")
+        return error_response(status, kind, without_paths(str(error)))
+    _log.error("%s failed", request.url.path, exc_info=error)
+    message = f"Expected an answer of the bank server, but it failed with {kind}; see its log"
+    return error_response(500, "BankError", message)
 
 
-def _add_route(app: FastAPI, banks: Namespaces, operation: Operation) -> None:
+def without_paths(message: str) -> str:
+    """Return a message whose absolute paths are cut to their last part.
+
+    >>> without_paths("Expected a folder, got '/home/ann/runs/bank'; see http://a/b/c and /docs")
+    "Expected a folder, got '…/bank'; see http://a/b/c and /docs"
+    """
+    return _PATH.sub(r"…/\1", message)
+
+
+def _add_route(app: FastAPI, banks: Namespaces, limits: Limits, operation: Operation) -> None:
     from fastapi import Header, Query, Request, Response
 
     find = attrgetter(operation.path)
@@ -179,6 +142,8 @@ def _add_route(app: FastAPI, banks: Namespaces, operation: Operation) -> None:
     ) -> Response:
         served = banks.get(namespace)
         arguments = {name: getattr(body, name) for name in type(body).model_fields}
+        if operation.name in _ASKING:
+            limits.check(arguments, len(served.bank))
         if operation.name == "note_retrievals":
             result = served.count(idempotency_key, arguments["ids"])
         elif idempotency_key is None or operation.name not in _ONCE:
@@ -186,7 +151,7 @@ def _add_route(app: FastAPI, banks: Namespaces, operation: Operation) -> None:
         else:
             result = served.once(
                 idempotency_key,
-                operation.name.encode() + b" " + request.scope[_BODY],
+                operation.name.encode() + b" " + request.scope[BODY],
                 partial(find(served), **arguments),
                 lambda commit: served.repeated(operation.name, commit, body),
             )

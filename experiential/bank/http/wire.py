@@ -11,7 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, Union, cast, get_args, get_origin, get_type_hints
 
-from pydantic import BeforeValidator, TypeAdapter, ValidationInfo, create_model
+from pydantic import (
+    BeforeValidator,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    create_model,
+)
 
 from experiential.bank.http.served import Body, ServedBank
 from experiential.bank.protocol import Bank, Queue
@@ -41,7 +47,7 @@ class Operation:
         hints = get_type_hints(method, include_extras=True)
         fields: dict[str, Any] = {}
         for one in inspect.signature(method).parameters.values():
-            if one.name != "self":
+            if one.name not in ("self", "key"):  # the key is a header
                 default = ... if one.default is one.empty else one.default
                 fields[one.name] = (_json_type(hints[one.name]), default)
         name = path.removeprefix("bank.").removesuffix("_entries").replace(".", "_")
@@ -53,6 +59,20 @@ class Operation:
         self.type: Any = hints["return"]
         self.result: TypeAdapter[Any] = TypeAdapter(self.type)
         self.body: type[Body] = create_model(model, __base__=Body, **fields)
+
+    def request(self, values: Mapping[str, Any]) -> Body:
+        """Return the request with these arguments; ValueError names one that does not fit."""
+        try:
+            return self.body(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            if first["type"] == "value_error":  # raised by a validator of ours, in full words
+                raise ValueError(str(first.get("ctx", {}).get("error"))) from error
+            field = ".".join(str(part) for part in first["loc"])
+            raise ValueError(
+                f"Expected {field} of {self.name!r} to be right, got {first['input']!r}:"
+                f" {first['msg']}"
+            ) from error
 
 
 def _json_type(hint: Any) -> Any:

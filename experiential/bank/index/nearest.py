@@ -341,6 +341,7 @@ class Nearest:
         if len(scopes) != len(queries):  # a query without its scope would find what it may not
             raise ValueError(f"Expected {len(queries)} scopes, one per query, got {len(scopes)}")
         self._used = time.monotonic()
+        n = min(n, len(table()))  # whatever is asked for, no more is kept than there can be
         resident, is_large = self._published
         asked = list(zip(texts, scopes, strict=True)) if texts else []
         by_words: dict[tuple[str, Scope], tuple[Found, list[int | None]]] = {}

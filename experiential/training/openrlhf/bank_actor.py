@@ -79,6 +79,7 @@ class BankHost:
         """
         import uvicorn
 
+        from experiential.bank.http.limits import Limits, server_config
         from experiential.bank.http.namespaces import Namespaces
         from experiential.bank.http.service import create_app
 
@@ -95,11 +96,9 @@ class BankHost:
             failed.pop_all()
         # Only now: until then clients are refused and try again; connected, they would time out.
         listener.listen(2048)
-        app = create_app(self._banks, token)
-        config = uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_graceful_shutdown=10
-        )
-        self._server = uvicorn.Server(config)
+        limits = Limits(rate=1e9)  # only the run's own processes have the token
+        app = create_app(self._banks, token, limits=limits)
+        self._server = uvicorn.Server(server_config(app, limits))
 
         def serve() -> None:
             with listener:  # uvicorn closes it only where it ends as asked
