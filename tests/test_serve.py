@@ -399,7 +399,7 @@ def test_a_body_that_no_form_of_a_web_page_may_send_is_needed(url: str) -> None:
 def test_all_operations_are_described(url: str) -> None:
     described = httpx.get(f"{url}/openapi.json").json()
     operations = {f"/v1/{name}" for name in wire.OPERATIONS}
-    assert set(described["paths"]) == operations | {"/v1/health"}
+    assert set(described["paths"]) == operations | {"/v1/health", wire.BACKUP}
     assert described["paths"]["/v1/add"]["post"]["requestBody"]["required"] is True
 
 

@@ -803,13 +803,7 @@ class FolderBank(StateReader, Bank, Shared):
 
     def fork(self, path: str | os.PathLike[str], *, keep_queue: bool = False) -> FolderBank:
         """Return a writable copy in another folder; see ``ForkableBank.fork``."""
-        folder = _checked_folder(path)
-        if (folder / JOURNAL_NAME).exists():
-            raise BankError(
-                f"Expected a folder without a bank to fork into, got {str(folder)!r}; choose"
-                " another or remove it"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = new_folder(path)
         if not self.read_only:
             self.save_counters()
         self._journal.backup(folder)
@@ -819,6 +813,9 @@ class FolderBank(StateReader, Bank, Shared):
         if not keep_queue:
             copy._queue.clear()
         return copy
+
+    def backup(self, path: str | os.PathLike[str]) -> None:
+        self._journal.backup(new_folder(path))
 
     def rebuild(self) -> int:
         """Build the index again from the journal; return the number of entries indexed."""
@@ -960,6 +957,17 @@ def _checked_folder(path: object) -> Path:
     folder = Path(os.fspath(path)).expanduser()  # pyright: ignore[reportUnknownArgumentType]
     if folder.exists() and not folder.is_dir():
         raise BankError(f"Expected a folder, got the file {str(folder)!r}; choose another path")
+    return folder
+
+
+def new_folder(path: str | os.PathLike[str]) -> Path:
+    """Make the folder of a bank that is to be; refuse one that holds a bank."""
+    folder = _checked_folder(path)
+    if (folder / JOURNAL_NAME).exists():
+        raise BankError(
+            f"Expected a folder without a bank, got {str(folder)!r}; choose another or remove it"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 

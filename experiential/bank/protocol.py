@@ -500,6 +500,17 @@ class Bank(View, Protocol):
         entries = bundle.read(Path(file), edited=edited)
         return self.import_entries(entries, Path(file).name, key=key)
 
+    def backup(self, path: str | os.PathLike[str]) -> None:
+        """Write the journal, all namespaces of it, into a new folder, which is a bank again.
+
+        Writers go on meanwhile. The index is not copied; a bank makes it again. Retrievals counted
+        since the last commit are not in it.
+
+        Raises:
+            BankError: the folder holds a bank already, or a server serves some namespaces only.
+        """
+        ...
+
     def import_entries(
         self, entries: Sequence[Experience], ref: str, *, key: str | None = None
     ) -> int:

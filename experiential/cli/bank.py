@@ -30,7 +30,7 @@ from experiential.cli.options import (
     named_model,
     opened_extractor,
 )
-from experiential.cli.rows import show_json, show_pairs, show_rows
+from experiential.cli.rows import printable, show_json, show_pairs, show_rows
 from experiential.errors import BankError, BankLockedError, BudgetError, ConfigError
 from experiential.ids import short_ids, whole_id
 from experiential.types import Statistics
@@ -545,7 +545,7 @@ def merge(
                 spent = error
             failures: dict[str, int] = manager.stats()["failures"]
         for reason, count in failures.items():
-            sys.stderr.write(f"{count} x {reason}\n")
+            sys.stderr.write(f"{count} x {printable(reason)}\n")
         changes = difference_rows(bank.diff(head, bank.head))
         short = short_ids(bank.ids())
     show_rows(changes, as_json, short)

@@ -28,6 +28,7 @@ from experiential.cli.options import (
     named_model,
     opened_extractor,
 )
+from experiential.cli.rows import printable
 from experiential.cli.serve import TOKEN_VARIABLE, NoToken, bank_server, chosen_token
 from experiential.errors import BackendError, BankError, BudgetError, ConfigError
 from experiential.sync import attempted
@@ -198,5 +199,5 @@ def _distil_until(stopped: threading.Event, manager: ExperienceManager, until_em
 
 def say(line: str) -> None:
     """Print one line at once."""
-    sys.stdout.write(f"{line}\n")
+    sys.stdout.write(f"{printable(line)}\n")
     sys.stdout.flush()

@@ -5,6 +5,8 @@ The codes: 0 done, 2 user error (one line on stderr), 1 failure, 130 interrupted
 
 from __future__ import annotations
 
+import errno
+import sqlite3
 import sys
 from collections.abc import Callable, Sequence
 
@@ -12,6 +14,7 @@ import typer
 
 from experiential import __version__
 from experiential.cli.quiet import quieten
+from experiential.cli.rows import printable
 from experiential.errors import (
     BankLockedError,
     CheckpointError,
@@ -21,6 +24,10 @@ from experiential.errors import (
     ModelNotFoundError,
 )
 
+_OF_THE_DISK = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO),
+    *(errno.ENAMETOOLONG, errno.ENOENT, errno.EMFILE, errno.ENFILE),
+)
 USER_ERRORS = (ConfigError, MissingExtraError, ModelNotFoundError, BankLockedError, CheckpointError)
 
 
@@ -50,6 +57,15 @@ def exit_code(action: Callable[[], object], interrupted: str = "interrupted") ->
         return complain(error.format_message(), error.exit_code)
     except Interrupted as error:
         return complain(error, 130)
+    except OSError as error:
+        if error.errno not in _OF_THE_DISK:
+            raise
+        place = f" at {error.filename}" if error.filename else ""
+        said = f"Expected to use the disk{place}, got: {error.strerror}; see df, ls -ld and TMPDIR"
+        return complain(said, 1)
+    except sqlite3.OperationalError as error:
+        said = f"Expected to use the bank's files, got: {error}; see df, ls -ld and TMPDIR"
+        return complain(said, 1)
     except (KeyboardInterrupt, typer.Abort):
         return complain(interrupted, 130)
     if code == 130:  # typer turns an interrupt into this code and says nothing
@@ -59,7 +75,7 @@ def exit_code(action: Callable[[], object], interrupted: str = "interrupted") ->
 
 def complain(error: object, code: int) -> int:
     """Write one line on stderr and return the exit code."""
-    sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+    sys.stderr.write(f"error: {' '.join(printable(error).split())}\n")
     return code
 
 

@@ -13,6 +13,7 @@ from typer import Argument, Option
 
 from experiential.cli import (
     bank,
+    bank_write,
     bench,
     bench_export,
     distil,
@@ -64,6 +65,11 @@ hold those of one part, in tables of their own below.
 app = new_app(
     "Look at banks, runs, environments and the installation of experiential.", completion=True
 )
+for command in (
+    *(bank_write.add, bank_write.edit, bank_write.retire),
+    *(bank_write.purge, bank_write.backup, bank_write.compact),
+):
+    bank.app.command(command.__name__)(command)
 app.add_typer(bank.app, name="bank")
 bench.app.command("stream")(stream.stream)
 bench.app.command("export")(bench_export.export)

@@ -13,12 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial, wraps
+from pathlib import Path
 from typing import Any, TypeVar, Unpack, cast
 
 import numpy as np
 
 from experiential.bank.consolidation import dedupe
 from experiential.bank.episode import Episode, EpisodeOptions
+from experiential.bank.folder import new_folder
 from experiential.bank.http import wire
 from experiential.bank.http.connection import PATIENCE, Connection
 from experiential.bank.http.limits import Limits
@@ -82,6 +84,10 @@ class ProcessConnection:
             arguments["key"] = key
         return self._line.call(operation.path, **arguments)
 
+    def backup(self, folder: Path) -> None:
+        """Write the journal of that bank into a folder."""
+        self._line.call("bank.backup", path=folder)
+
     def close(self) -> None:
         self._line.close()
 
@@ -137,7 +143,7 @@ class RemoteView(View):
         if not queries and not words:
             return []
         rows: list[list[Near]] = []
-        for part in _parts(len(queries), n) or [slice(0)]:
+        for part in _parts(queries, n) or [slice(0)]:
             rows += self.send(
                 "nearest",
                 queries=list(queries[part]),
@@ -152,15 +158,23 @@ class RemoteView(View):
         where = scope.where and scope.where.fields
         filters = {"exclude_instance": scope.exclude, "where": where}
         rows: list[list[Hit]] = []
-        for part in _parts(len(queries), k):
+        for part in _parts(queries, k):
             rows += self.send("search", queries=queries[part], k=k, hybrid=hybrid, **filters)
         return rows
 
 
-def _parts(count: int, k: int) -> list[slice]:
+def _parts(texts: Sequence[str], k: int) -> list[slice]:
     """Cut queries for ``k`` hits each into parts that a server takes in one request."""
-    step = max(1, min(_LIMITS.queries, _LIMITS.hits // max(k, 1)))
-    return [slice(start, start + step) for start in range(0, count, step)]
+    most = max(1, min(_LIMITS.queries, _LIMITS.hits // max(k, 1)))
+    parts: list[slice] = []
+    start = size = 0
+    for place, text in enumerate(texts):
+        length = 4 * len(text) + 64  # bytes at most, with its filter
+        if place > start and (place - start == most or size + length > _LIMITS.asking):
+            parts.append(slice(start, place))
+            start, size = place, 0
+        size += length
+    return [*parts, slice(start, len(texts))] if texts else []
 
 
 class RemoteEmbedder(TextEmbedder):
@@ -175,7 +189,7 @@ class RemoteEmbedder(TextEmbedder):
 
     def __call__(self, texts: Sequence[str]) -> Vector:
         texts, vectors = list(texts), list[list[float]]()
-        for part in _parts(len(texts), 1):
+        for part in _parts(texts, 1):
             vectors += self._bank.send("embed", texts=texts[part])
         return np.asarray(vectors, dtype=np.float32)
 
@@ -404,3 +418,6 @@ class RemoteBank(RemoteView, Bank):
     # Moving
 
     import_entries = _sends(Bank.import_entries, "import")
+
+    def backup(self, path: str | os.PathLike[str]) -> None:
+        self._connection.backup(new_folder(path))

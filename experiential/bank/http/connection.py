@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,6 +18,7 @@ from pydantic_core import PydanticSerializationError
 
 from experiential.bank.http import wire
 from experiential.bank.http.wire import Body, Operation
+from experiential.bank.storage.journal import JOURNAL_NAME
 from experiential.errors import BankError
 from experiential.types import new_id
 
@@ -98,20 +100,49 @@ class Connection:
                     f"Expected an answer to {operation.name!r} from {self.url}, got another"
                     " version's; update both ends"
                 ) from error
+        raise self._refusal(response)
+
+    def _refusal(self, response: httpx.Response) -> Exception:
+        """Return the error that an answer stands for."""
         try:
             refusal: dict[str, Any] = response.json()["error"]
             kind, message = str(refusal["type"]), str(refusal["message"])
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
-            raise BankError(
+            return BankError(
                 f"Expected a bank server at {self.url}, got status {response.status_code} ; check"
                 " the address"
-            ) from None
+            )
         if response.status_code == 401:
-            raise BankError(
+            return BankError(
                 f"Expected the token of the bank server at {self.url}; pass token= or set"
                 f" {TOKEN_VARIABLE}"
             )
-        raise wire.ERRORS.get(kind, BankError)(message)
+        return wire.ERRORS.get(kind, BankError)(message)
+
+    def backup(self, folder: Path) -> None:
+        """Write the journal of the server into a folder, named once complete.
+
+        Raises:
+            BankError: the server is out of reach, or refused.
+        """
+        part = folder / f"{JOURNAL_NAME}.part"
+        try:
+            with self._opened().stream("GET", wire.BACKUP) as answer, part.open("wb") as file:
+                if answer.status_code != 200:
+                    answer.read()
+                    raise self._refusal(answer)
+                for piece in answer.iter_bytes():
+                    file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(folder / JOURNAL_NAME)
+        except httpx.TransportError as error:
+            raise BankError(
+                f"Expected the journal of the bank server at {self.url}, got"
+                f" {type(error).__name__}: {error}; try again"
+            ) from error
+        finally:
+            part.unlink(missing_ok=True)
 
     def _send(
         self, name: str, namespace: str, content: bytes, headers: dict[str, str]

@@ -27,6 +27,8 @@ SMALL_BODY = 64 * 2**10
 """Bytes of each body that are not counted as in flight; connections bound these."""
 LARGE_BODY = 2**20
 """Bytes from which on a request is one of the few large ones carried out at a time."""
+ASKING = ("search", "nearest", "embed")
+"""Operations whose work grows with the number of texts in them."""
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 _LONGEST_HEAD = 64 * 2**10
 _MOST_ADDRESSES = 4096
@@ -38,6 +40,7 @@ class Limits:
 
     Attributes:
         body: bytes of a request's body.
+        asking: bytes of the body of a search, or of one that asks for vectors.
         body_seconds: from the end of the headers to the end of the body.
         header_seconds: from the connection, or the first byte of a request, to the end of headers.
         in_flight: bytes of all bodies held at a time; small ones do not count.
@@ -51,9 +54,10 @@ class Limits:
     """
 
     body: int = 8 * 2**20
+    asking: int = 2**20
     body_seconds: float = 30.0
     header_seconds: float = 10.0
-    in_flight: int = 64 * 2**20
+    in_flight: int = 32 * 2**20
     large: int = 2
     connections: int = 512
     queries: int = 1024
@@ -129,7 +133,7 @@ class RequestGuard:
             await refusal(scope, receive, send)
             return
         body = bytearray()
-        held = 0
+        held, most = 0, self._most(scope)
         try:
             try:
                 async with asyncio.timeout(self.limits.body_seconds):
@@ -143,8 +147,8 @@ class RequestGuard:
                         beyond = max(0, len(body) - SMALL_BODY) - held
                         held += beyond
                         self._in_flight += beyond
-                        if len(body) > self.limits.body:
-                            refusal = self._too_long()
+                        if len(body) > most:
+                            refusal = _too_long(most)
                         elif beyond and self._in_flight > self.limits.in_flight:
                             message = (
                                 "Expected a request while the server holds fewer bodies, got one"
@@ -192,7 +196,8 @@ class RequestGuard:
         length = headers.get(b"content-length", b"")
         size = int(length) if length.isdigit() and len(length) < 20 else 0
         address = (scope.get("client") or ("", 0))[0]
-        cost = 1 + (min(size, self.limits.body) // SMALL_BODY if is_let_in else 0)
+        most = self._most(scope)
+        cost = 1 + (size // SMALL_BODY if is_let_in and size <= most else 0)
         if wait := self._seconds_to_wait((address, is_let_in), cost):
             message = (
                 f"Expected at most {self.limits.rate:g} requests a second from one address, got"
@@ -206,14 +211,12 @@ class RequestGuard:
             )
             fields = {**_CLOSE, "www-authenticate": "Bearer"}
             return error_response(401, "BankError", message, fields)
-        return self._too_long() if size > self.limits.body else None
+        return _too_long(most) if size > most else None
 
-    def _too_long(self) -> Response:
-        message = (
-            f"Expected a request of at most {self.limits.body} bytes, got more; send fewer or"
-            " shorter texts at once"
-        )
-        return error_response(413, "BankError", message, _CLOSE)
+    def _most(self, scope: Scope) -> int:
+        """Return how many bytes the body of a request may have."""
+        asks = scope["path"].rpartition("/")[2] in ASKING
+        return min(self.limits.body, self.limits.asking) if asks else self.limits.body
 
     def _is_known(self, host: str, scope: Scope) -> bool:
         if "*" in self._hosts:
@@ -250,6 +253,13 @@ class RequestGuard:
 
 
 _CLOSE = {"connection": "close"}
+
+
+def _too_long(most: int) -> Response:
+    message = (
+        f"Expected a request of at most {most} bytes, got more; send fewer or shorter texts at once"
+    )
+    return error_response(413, "BankError", message, _CLOSE)
 
 
 def _later(seconds: float) -> dict[str, str]:

@@ -120,6 +120,19 @@ class Namespaces:
         statement = "SELECT DISTINCT namespace FROM meta ORDER BY namespace"
         return [row[0] for row in self._journal.rows(statement)]
 
+    def backup(self, folder: Path) -> None:
+        """Write the journal into a folder; writers go on meanwhile.
+
+        Raises:
+            BankError: only some of its namespaces are served here.
+        """
+        if self._journal is None or self._allowed:
+            raise BankError(
+                "Expected a server of a whole folder to back up, got one of some namespaces; back"
+                " the folder up where it is: experiential bank backup FOLDER DIR"
+            )
+        self._journal.backup(folder)
+
     def close(self) -> None:
         """Close the banks opened here and release the folder; safe to call twice."""
         with self._lock:

@@ -9,15 +9,18 @@ import re
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 from experiential.bank.folder import FolderBank
 from experiential.bank.http import wire
-from experiential.bank.http.limits import BODY, Limits, RequestGuard, error_response
+from experiential.bank.http.limits import ASKING, BODY, Limits, RequestGuard, error_response
 from experiential.bank.http.namespaces import Namespaces
 from experiential.bank.http.served import LONGEST_KEY
 from experiential.bank.http.wire import Body, Operation
 from experiential.bank.index.embed import Embedder
+from experiential.bank.storage.journal import JOURNAL_NAME
 from experiential.errors import (
     BankLockedError,
     ExperientialError,
@@ -29,7 +32,6 @@ if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
 
 _HARMLESS = ("keep_generation note_retrievals save_counters queue_lease queue_release").split()
-_ASKING = ("search", "nearest", "embed")
 _ONCE = {one.name for one in wire.OPERATIONS.values() if one.writes} - set(_HARMLESS)
 """Writes that a repeated request must not carry out again."""
 _PATH = re.compile(r"(?<![\w:/.~-])~?/(?:[^\s'\"/]+/)+([^\s'\",;:)]*)")
@@ -95,6 +97,23 @@ def create_app(
 
     health.__annotations__ = {"return": dict[str, Any]}
     app.add_api_route(f"{wire.PREFIX}health", health, methods=["GET"])
+
+    def backup() -> Response:
+        """Return the journal as it stands, all namespaces, as a file."""
+        from fastapi.responses import FileResponse
+        from starlette.background import BackgroundTask
+
+        scratch = TemporaryDirectory(prefix="experiential-backup-")
+        try:
+            banks.backup(Path(scratch.name))
+        except BaseException:
+            scratch.cleanup()
+            raise
+        done = BackgroundTask(scratch.cleanup)
+        return FileResponse(Path(scratch.name) / JOURNAL_NAME, background=done)
+
+    backup.__annotations__ = {}
+    app.add_api_route(wire.BACKUP, backup, methods=["GET"], response_model=None)
     for operation in wire.OPERATIONS.values():
         _add_route(app, banks, limits, operation)
     return app
@@ -142,7 +161,7 @@ def _add_route(app: FastAPI, banks: Namespaces, limits: Limits, operation: Opera
     ) -> Response:
         served = banks.get(namespace)
         arguments = {name: getattr(body, name) for name in type(body).model_fields}
-        if operation.name in _ASKING:
+        if operation.name in ASKING:
             limits.check(arguments, len(served.bank))
         if operation.name == "note_retrievals":
             result = served.count(idempotency_key, arguments["ids"])

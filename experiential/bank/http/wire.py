@@ -24,6 +24,8 @@ from experiential.bank.protocol import Bank, Queue
 from experiential.errors import BankError, BankLockedError, ReadOnlyBankError
 
 PREFIX = "/v1/"
+BACKUP = f"{PREFIX}backup"
+"""Answers a GET with the whole journal."""
 KEY_HEADER = "Idempotency-Key"
 ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
