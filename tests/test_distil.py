@@ -93,7 +93,7 @@ def distillations(folder: Path) -> Counter[str]:
 
 
 def test_four_workers_and_one_distiller_leave_no_episode_out(tmp_path: Path, model: Server) -> None:
-    with distil(tmp_path, model, "--port", "0", "--embedder", "hashing") as distiller:
+    with distil(tmp_path, model, "--port", "0", "--embedder", "hashing", "--no-token") as distiller:
         assert distiller.stdout is not None
         url = distiller.stdout.readline().split()[1]
         fleet(url, workers=4, episodes=5)
@@ -205,7 +205,7 @@ def test_the_command_wants_a_model_and_a_bank_that_is_there(
         ([str(tmp_path)], "--model"),
         ([str(tmp_path / "none"), "--backend", "scripted", "--once"], "journal.sqlite"),
         (["http://127.0.0.1:9", "--backend", "scripted"], "experiential serve"),
-        ([str(tmp_path), "--backend", "scripted", "--host", "0.0.0.0"], "token"),
+        ([str(tmp_path), "--backend", "scripted", "--host", "0.0.0.0", "--no-token"], "token"),
         ([str(tmp_path), "--backend", "scriped"], "scripted"),
         ([str(tmp_path), "--backend", "scripted", "--namespace", "", "--port", "0"], "namespace"),
     ):
