@@ -159,6 +159,13 @@ def _counted(w: World) -> Any:
     return w.bank.get(w.first.id).statistics, w.bank.read(w.first)
 
 
+def _backed_up(world: World) -> Any:
+    copy = world.folder.parent / f"copy-of-{world.folder.name}"
+    world.bank.backup(copy)
+    with FolderBank(copy, read_only=True) as bank:
+        return [list(bank), bank.history()]
+
+
 def _moved(w: World) -> Any:
     written = [w.bank.export(w.folder / "out.jsonl"), w.bank.export(w.folder / "out.md")]
     w.bank.rollback(0)
@@ -345,6 +352,7 @@ SCENARIOS: dict[str, Callable[[World], Any]] = {
     "keep_generation": _keep_generation,
     "note_retrievals": _counted,
     "save_counters": _counted,
+    "backup": _backed_up,
     "export": _moved,
     "import_": _moved,
     "import_entries": lambda w: [
@@ -615,7 +623,7 @@ def test_an_operation_that_is_a_method_has_its_arguments_and_its_result(name: st
     parameters = {
         one.name: one.default
         for one in inspect.signature(method).parameters.values()
-        if one.name != "self"
+        if one.name not in ("self", "key")  # the key is a header
     }
     fields = {
         field: inspect.Parameter.empty if info.is_required() else info.default
@@ -629,6 +637,7 @@ def test_every_method_of_a_bank_has_an_operation_or_is_made_of_others() -> None:
     told = {operation.path.rpartition(".")[2] for operation in wire.OPERATIONS.values()}
     made = {
         "episode",
+        "backup",
         "export",
         "import_",
         "snapshot",

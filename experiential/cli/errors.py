@@ -26,7 +26,7 @@ from experiential.errors import (
 
 _OF_THE_DISK = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO),
-    *(errno.ENAMETOOLONG, errno.ENOENT, errno.EMFILE, errno.ENFILE),
+    *(errno.ENAMETOOLONG, errno.EMFILE, errno.ENFILE),
 )
 USER_ERRORS = (ConfigError, MissingExtraError, ModelNotFoundError, BankLockedError, CheckpointError)
 

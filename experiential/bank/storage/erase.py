@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import getpass
 import json
+import os
 import shutil
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -189,9 +190,16 @@ def erase(journal: Journal, namespace: str, doomed: Doomed, author: str = "") ->
                 journal.run(statement, namespace, form)
         # The index is made again when a namespace is opened next, see `drop_index`.
         journal.run("DELETE FROM meta WHERE key = 'indexed' OR key LIKE 'indexed %'")
-        commit = History(journal, namespace).begin(author or getpass.getuser(), "purge", None)
+        commit = History(journal, namespace).begin(author or _user(), "purge", None)
     vacuum(journal)
     return commit
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container may have users without a name
+        return f"user {os.getuid()}"
 
 
 def vacuum(journal: Journal) -> None:
