@@ -160,10 +160,11 @@ def _counted(w: World) -> Any:
 
 
 def _backed_up(world: World) -> Any:
-    copy = world.folder.parent / f"copy-of-{world.folder.name}"
+    copy = world.folder / f"copy of {type(world.bank).__name__}"
     world.bank.backup(copy)
-    with FolderBank(copy, read_only=True) as bank:
-        return [list(bank), bank.history()]
+    with FolderBank(copy, namespace=world.bank.namespace, read_only=True) as bank:
+        assert len(bank) == len(world.entries)
+        return list(bank)
 
 
 def _moved(w: World) -> Any:
