@@ -278,8 +278,8 @@ class ActorConnection(Connection):
 
     supervisor: Supervisor
 
-    def call(self, operation: Operation, namespace: str, body: Body) -> Any:
-        """Return the result of one operation.
+    def call(self, operation: Operation, namespace: str, body: Body, key: str | None = None) -> Any:
+        """Return the result of one operation; ``key`` names a write.
 
         Raises:
             BankError: the actor is gone for good, or as for any server.
@@ -287,7 +287,7 @@ class ActorConnection(Connection):
         if not self.supervisor.alive:
             reasons = "; ".join(self.supervisor.failures) or "it was closed"
             raise BankError(f"Expected a bank that is served, got one that is not: {reasons}")
-        return super().call(operation, namespace, body)
+        return super().call(operation, namespace, body, key)
 
 
 class ActorBank(RemoteBank, ForkableBank):  # pyright: ignore[reportIncompatibleVariableOverride]
