@@ -10,9 +10,16 @@ import json
 import uuid
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated, Any, Literal, NotRequired, TypedDict, TypeGuard, cast
+from typing import Annotated, Any, Literal, NotRequired, TypedDict, TypeGuard, TypeVar, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 
 def new_id() -> str:
@@ -41,6 +48,34 @@ class Record(BaseModel):
     """Provide the base of all records: immutable, unknown fields refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+R = TypeVar("R", bound=Record)
+
+
+def read_record(kind: type[R], data: str) -> R:
+    """Return a record from its JSON, without the fields that a later version added.
+
+    >>> read_record(Usage, '{"cost": 0.5, "carbon": {"grams": 3}}').cost
+    0.5
+
+    Raises:
+        ValueError: the JSON is not a record of this kind.
+    """
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+        if any(problem["type"] != "extra_forbidden" for problem in problems):
+            raise
+        kept: Any = json.loads(data)
+        for problem in problems:
+            *path, field = problem["loc"]
+            place = kept
+            for part in path:
+                place = place[part]
+            del place[field]
+        return kind.model_validate_json(json.dumps(kept))
 
 
 class Message(TypedDict):

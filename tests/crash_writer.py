@@ -41,7 +41,7 @@ SQL_POINTS = (
     "INSERT INTO queue",
     "UPDATE queue",
     "INSERT OR REPLACE INTO statistics",
-    "INSERT OR REPLACE INTO meta VALUES",
+    "INSERT OR REPLACE INTO meta",
     "PRAGMA wal_checkpoint",
 )
 CALL_POINTS = ("show", "apply", "applied", "clear", "cleared", "backup", "backed up", "seal")

@@ -100,9 +100,9 @@ def test_a_finished_item_writes_nothing_the_second_time(tmp_path):
 def test_a_failed_transaction_leaves_nothing(tmp_path):
     journal = Journal.open(tmp_path)
     with pytest.raises(KeyError), journal.transaction():
-        journal.run("INSERT INTO meta VALUES ('n', 'k', 'v')")
+        journal.insert("meta", "n", "k", "v")
         raise KeyError
-    assert journal.rows("SELECT * FROM meta") == []
+    assert journal.rows("SELECT * FROM meta WHERE namespace = 'n'") == []
     journal.close()
 
 

@@ -37,6 +37,9 @@ def events(path: Path) -> list[Any]:
     return [measured(json.loads(renamed(line, names))) for line in lines]
 
 
+TIMED = ("time", "value", "checksum", "chain")  # checksums cover times
+
+
 def journal(path: Path) -> list[str]:
     """Return every row of a bank's journal in the order of writing, without times."""
     names: dict[str, str] = {}
@@ -47,7 +50,7 @@ def journal(path: Path) -> list[str]:
             cursor = connection.execute(f"SELECT * FROM {table} ORDER BY rowid")
             columns = [column[0] for column in cursor.description]
             for row in cursor:
-                kept = [v for c, v in zip(columns, row, strict=True) if c not in ("time", "value")]
+                kept = [v for c, v in zip(columns, row, strict=True) if c not in TIMED]
                 rows.append(renamed(f"{table} {kept}", names))
     return rows
 

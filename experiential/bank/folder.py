@@ -171,7 +171,11 @@ class FolderBank(StateReader, Bank, Shared):
         with ExitStack() as undo:  # what was opened is closed again when a later part fails
             if lock is not None:
                 undo.callback(lock.release)
-            self._journal = Journal.open_copy(self.path) if read_only else Journal.open(self.path)
+            self._journal = (
+                Journal.open_copy(self.path)
+                if lock is None
+                else Journal.open(self.path, check=lock.is_first)
+            )
             undo.callback(self._journal.close)
             self._history = History(self._journal, namespace)
             self._ledger = credit.Ledger(self._journal, namespace)
@@ -192,6 +196,11 @@ class FolderBank(StateReader, Bank, Shared):
 
     def _load(self, embedder: Embedder | str | None) -> None:
         recorded = self._history.meta("embedder")
+        if recorded is None and embedder is None and not self._history.is_empty():
+            raise BankError(
+                f"Expected the journal in {str(self.path)!r} to name the embedder of its entries,"
+                " got none, its row is damaged; pass embedder="
+            )
         if recorded is not None and embedder is None:
             chosen = recorded_embedder(recorded, self._history.meta("embedder_name"))
         else:
@@ -806,7 +815,7 @@ class FolderBank(StateReader, Bank, Shared):
         folder = new_folder(path)
         if not self.read_only:
             self.save_counters()
-        self._journal.backup(folder)
+        self._journal.backup(folder, as_new=True)
         embedder = self.embedder.wrapped
         embedder = None if isinstance(embedder, UnknownEmbedder) else embedder
         copy = FolderBank(folder, namespace=self.namespace, embedder=embedder, store=CHROMA)

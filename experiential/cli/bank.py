@@ -644,6 +644,32 @@ def doctor(folder: Folder, as_json: AsJson = False) -> None:
 
 
 @app.command()
+def recover(
+    folder: Annotated[Path, Argument(help="Folder of the damaged bank; it is not changed.")],
+    to: Annotated[Path, Option("--to", help="Folder of the new bank.")],
+    from_export: Annotated[
+        Path | None, Option(help="File that `export` wrote, for what the journal has lost.")
+    ] = None,
+    namespace: Namespace = "default",
+    embedder: Embedder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a new bank with all that is undamaged in a damaged one, and report what is lost.
+
+    Rows come from the journal, page by page where SQLite cannot read it; entries that it has lost
+    come from the export and from the index.
+    """
+    from experiential.bank.recover import recover as recovered
+
+    options: dict[str, Any] = {"namespace": namespace, "embedder": embedder}
+    try:
+        report = recovered(folder, to, export=from_export, **options)
+    except (BankError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    show_rows([{**row.model_dump(), "names": ", ".join(row.names)} for row in report], as_json)
+
+
+@app.command()
 def rebuild(
     folder: Folder,
     store: Store = None,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from experiential.bank.records import EpisodeSummary, UsedIn
+from experiential.bank.storage.checksums import parsed
 from experiential.bank.storage.journal import Journal
 from experiential.types import Condition, Statistics, Trajectory, Use
 
@@ -93,9 +94,8 @@ class Ledger:
         statement = "SELECT episodes, total FROM scores WHERE namespace = ? AND task = ?"
         known = self.journal.rows(statement, self.namespace, task)
         episodes, total = known[0] if known else (0, 0.0)
-        statement = "INSERT OR REPLACE INTO scores VALUES (?, ?, ?, ?)"
-        after = (episodes + 1, total + trajectory.score)
-        self.journal.run(statement, self.namespace, task, *after)
+        after = (episodes + 1, float(total + trajectory.score))
+        self.journal.insert("scores", self.namespace, task, *after, verb="INSERT OR REPLACE")
         baseline = total / episodes if episodes else None
         compared = trajectory.model_copy(update={"baseline": baseline})
         if not trajectory.relative:
@@ -118,8 +118,8 @@ class Ledger:
         success = None if trajectory.success is None else int(trajectory.success)
         # A replaced row gets a new number, so that those who read on from the last row see it.
         first, further = ("INSERT OR REPLACE",) * 2 if again else ("INSERT", "INSERT OR IGNORE")
-        self.journal.run(
-            f"{first} INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        self.journal.insert(
+            "trajectories",
             self.namespace,
             trajectory.id,
             commit,
@@ -130,6 +130,7 @@ class Ledger:
             trajectory.reward,
             trajectory.error,
             trajectory.model_dump_json(),
+            verb=first,
         )
         counted: list[Use] = []
         for use in () if trajectory.condition is Condition.FREE else trajectory.uses:
@@ -138,8 +139,7 @@ class Ledger:
             )
             used = (use.id, trajectory.id, use.experience_id, use.experience_version)
             known = (success if is_evidence else None, use.model_dump_json())
-            statement = f"{further} INTO uses VALUES (?, ?, ?, ?, ?, ?, ?)"
-            self.journal.run(statement, self.namespace, *used, *known)
+            self.journal.insert("uses", self.namespace, *used, *known, verb=further)
             if is_evidence:
                 counted.append(use)
         return counted
@@ -161,7 +161,7 @@ class Ledger:
         """Return one journalled trajectory, or None."""
         statement = "SELECT record FROM trajectories WHERE namespace = ? AND id = ?"
         record = self.journal.value(statement, self.namespace, id)
-        return None if record is None else Trajectory.model_validate_json(record)
+        return None if record is None else parsed(Trajectory, record, id)
 
     def summaries(self) -> list[EpisodeSummary]:
         """Return every journalled trajectory without its turns, oldest first."""
@@ -196,4 +196,4 @@ class Ledger:
         """Write counters."""
         for id, known in statistics.items():
             values = (self.namespace, id, known.retrievals, known.uses, known.successes)
-            self.journal.run("INSERT OR REPLACE INTO statistics VALUES (?, ?, ?, ?, ?)", *values)
+            self.journal.insert("statistics", *values, verb="INSERT OR REPLACE")

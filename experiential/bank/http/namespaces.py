@@ -117,7 +117,7 @@ class Namespaces:
         """Return the names of the served namespaces: those allowed, else those ever opened."""
         if self._allowed or self._journal is None:
             return list(self._allowed or self._open)
-        statement = "SELECT DISTINCT namespace FROM meta ORDER BY namespace"
+        statement = "SELECT DISTINCT namespace FROM meta WHERE namespace <> '' ORDER BY namespace"
         return [row[0] for row in self._journal.rows(statement)]
 
     def backup(self, folder: Path) -> None:

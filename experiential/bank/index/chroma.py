@@ -18,6 +18,7 @@ from experiential.bank.index.embed import Vector
 from experiential.bank.index.store import Indexed
 from experiential.bank.storage.tables import Stored
 from experiential.errors import BankError
+from experiential.types import Experience, Provenance
 
 TOKEN_VARIABLE = "EXPERIENTIAL_CHROMA_TOKEN"
 DEFAULT_PORT = 8000
@@ -126,6 +127,25 @@ class ChromaStore:
             id: (int(meta["version"]), np.asarray(vector, dtype=np.float32))
             for id, meta, vector in rows
         }
+
+    def entries(self) -> list[Experience]:
+        """Return what is known here of all entries: version, text, kind and task."""
+        if self._collection is None:
+            return []
+        found = self._collection.get(include=["metadatas", "documents"])
+        return [
+            Experience(
+                id=id,
+                version=int(meta["version"]),
+                text=text,
+                kind=str(meta["kind"]),
+                task=str(meta["task"]) or None,
+                provenance=Provenance(cause="import"),
+            )
+            for id, meta, text in zip(
+                found["ids"], found["metadatas"], found["documents"], strict=True
+            )
+        ]
 
     def clear(self) -> None:
         """Delete the collection, and start the client again, which lets go of its files."""

@@ -87,13 +87,22 @@ def recorded_site(folder: Path, namespace: str, history: History) -> Site | None
     store = _recorded(history)
     if store == EXACT:
         return None
-    digest = hashlib.sha256(namespace.encode()).hexdigest()[:16]
     if store == CHROMA:
-        return Site(store, f"experience-{digest}", folder / CHROMA)
+        return folder_site(folder, namespace)
+    digest = _digest(namespace)
     name = f"experience-{history.meta('chroma_id') or ''}-{digest}"
     if "://" in store:
         return Site(store, name, None)
     return Site(store, name, folder / ("index-" + re.sub(r"[^\w.]+", "-", store)))
+
+
+def folder_site(folder: Path, namespace: str) -> Site:
+    """Return where the index of a bank is when it is Chroma's, in the bank's folder."""
+    return Site(CHROMA, f"experience-{_digest(namespace)}", folder / CHROMA)
+
+
+def _digest(namespace: str) -> str:
+    return hashlib.sha256(namespace.encode()).hexdigest()[:16]
 
 
 def _recorded(history: History) -> str:

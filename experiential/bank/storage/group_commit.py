@@ -43,6 +43,7 @@ class Group(StagedState):
             draft.refused.update(gate.refused)
             draft.redacted.update(gate.redacted)
         yield draft
+        self._history.seal()
         self._member.append(draft)
 
     @contextmanager

@@ -2,27 +2,33 @@
 
 Rows are only ever added, with exceptions that are states and not history: the queue's state column,
 counters, the sums behind baselines, and ``meta``; and the rows of an episode are written again when
-its outcome becomes known later.
+its outcome becomes known later. Each row has a checksum, which is checked at opening; see
+`experiential.bank.storage.checksums`.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import re
+import shlex
 import shutil
 import sqlite3
 import tempfile
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from experiential.bank.storage import checksums
+from experiential.bank.storage.checksums import Damage, Row
 from experiential.errors import BankError
+from experiential.types import new_id
 
 JOURNAL_NAME = "journal.sqlite"
 CLOSED = "Expected an open bank, got a closed one; open it again with ExperienceBank(path)"
-SCHEMA_VERSION = 1
 _CLOCK_TICK_NS = 20_000_000
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (namespace TEXT, key TEXT, value TEXT,
@@ -63,6 +69,39 @@ CREATE TABLE IF NOT EXISTS receipts (
     PRIMARY KEY (namespace, key));
 """
 
+
+def _add_checksums(connection: sqlite3.Connection) -> list[Damage]:
+    for table in checksums.TABLES:
+        connection.execute(f"ALTER TABLE {table} ADD COLUMN checksum BLOB")
+    connection.execute("ALTER TABLE commits ADD COLUMN chain BLOB")
+    connection.execute(
+        "CREATE TABLE damaged (tab TEXT, namespace TEXT, id TEXT, what TEXT, time REAL,"
+        " content TEXT)"
+    )
+    found = checksums.check_unsealed(connection)
+    checksums.seal(connection)
+    return found
+
+
+def _make_tables(connection: sqlite3.Connection) -> list[Damage]:
+    for statement in _SCHEMA.split(";"):
+        connection.execute(statement)
+    return []
+
+
+MIGRATIONS: tuple[Callable[[sqlite3.Connection], list[Damage]], ...] = (
+    _make_tables,
+    _add_checksums,
+)
+"""What leads from each schema version to the next; a new journal runs through all of them."""
+SCHEMA_VERSION = len(MIGRATIONS)
+BANK_ID_NAME = "bank.id"
+_BANK_ID = ("", "bank")  # namespace and key in ``meta``; no user's namespace is empty
+_INDEXES = ("chroma/chroma.sqlite3", "index-*/*")
+_ID = re.compile("[0-9a-f]{32}")
+_NAMED = 5
+_log = logging.getLogger(__name__)
+
 Attached = tuple[Any, ...]
 """A statement followed by its arguments, to be written at the end of a transaction."""
 
@@ -73,25 +112,39 @@ class Journal:
     Attributes:
         attached: the statement that ends the next transaction of each thread. Whoever takes one
             out must write it.
+        damage: damaged rows that were found, and set aside, when it was opened.
     """
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: sqlite3.Connection, damage: list[Damage]) -> None:
         self.lock = threading.RLock()
+        self.damage = damage
         self._connection = connection
         self._open = True
         self.attached: dict[int, Attached] = {}
 
     @classmethod
-    def open(cls, folder: Path) -> Journal:
-        """Open the journal of ``folder`` for writing; make it when there is none."""
-        connection = _connect(folder / JOURNAL_NAME, folder)
-        # A commit is on the disk before it is acknowledged, and outlives a power cut.
-        connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=FULL")
-        connection.executescript(
-            f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;"
-        )
-        return cls(connection)
+    def open(cls, folder: Path, *, check: bool = True) -> Journal:
+        """Open the journal of ``folder`` for writing; make it when there is none.
+
+        Args:
+            folder: of the bank.
+            check: check all rows, as the first to open the folder does.
+        """
+        file = folder / JOURNAL_NAME
+        if not file.is_file() or not file.stat().st_size:
+            _check_new(folder)
+        connection = _connect(file, folder)
+        try:
+            # A commit is on the disk before it is acknowledged, and outlives a power cut.
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=FULL")
+            damage = _prepare(connection, folder, check=check)
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, sqlite3.DatabaseError):
+                raise unreadable(folder, error) from error
+            raise
+        return cls(connection, damage)
 
     @classmethod
     def open_copy(cls, folder: Path) -> Journal:
@@ -99,23 +152,52 @@ class Journal:
 
         SQLite would write a ``-shm`` file even for a read-only connection to a database in WAL
         mode. The copy is unlinked at once and vanishes with the connection. It is a consistent
-        picture although another process may be writing.
+        picture although another process may be writing. Damaged rows are set aside in it.
         """
         with tempfile.TemporaryDirectory(prefix="experiential-bank-") as scratch:
             copy = Path(scratch) / JOURNAL_NAME
-            _copy_stable(folder / JOURNAL_NAME, copy)
+            copy_stable(folder / JOURNAL_NAME, copy)
+            if not copy.stat().st_size:
+                raise unreadable(folder, "an empty file")
             connection = _connect(copy, folder)
-            connection.execute("PRAGMA journal_mode=DELETE")
-            connection.execute("PRAGMA temp_store=MEMORY")
-            connection.execute("PRAGMA query_only=ON")
-        return cls(connection)
+            try:
+                connection.execute("PRAGMA journal_mode=DELETE")
+                connection.execute("PRAGMA journal_mode=MEMORY")
+                connection.execute("PRAGMA synchronous=OFF")
+                connection.execute("PRAGMA temp_store=MEMORY")
+                damage = _prepare(connection, folder, is_copy=True)
+                connection.execute("PRAGMA query_only=ON")
+            except BaseException as error:
+                connection.close()
+                if isinstance(error, sqlite3.DatabaseError):
+                    raise unreadable(folder, error) from error
+                raise
+        return cls(connection, damage)
+
+    def insert(
+        self, table: str, *fields: Any, verb: str = "INSERT"
+    ) -> tuple[sqlite3.Cursor, bytes]:
+        """Write one row with its checksum, which is returned beside the cursor."""
+        columns, stored = checksums.TABLES[table], [checksums.as_stored(one) for one in fields]
+        own = checksums.checksum(table, stored)
+        statement = f"{verb} INTO {table} ({', '.join(columns)}, checksum)"
+        statement += f" VALUES ({'?, ' * len(columns)}?)"
+        return self.run(statement, *stored, own), own
 
     def rows(self, statement: str, *arguments: Any) -> list[Any]:
         """Return all rows of one statement."""
         with self.lock:
             if not self._open:
                 raise BankError(CLOSED)
-            return self._connection.execute(statement, arguments).fetchall()
+            try:
+                return self._connection.execute(statement, arguments).fetchall()
+            except sqlite3.DatabaseError as error:
+                if type(error) not in (sqlite3.OperationalError, sqlite3.DatabaseError):
+                    raise
+                raise BankError(
+                    f"Expected to read the journal, got {error}; close the bank and run"
+                    " experiential bank doctor on its folder"
+                ) from error
 
     def value(self, statement: str, *arguments: Any) -> Any:
         """Return the first column of the first row, or None."""
@@ -150,13 +232,33 @@ class Journal:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
 
+    def restore(self, rows: Mapping[str, Iterable[Row]]) -> None:
+        """Write rows taken out of another journal into this one, which is new."""
+        with self.transaction():
+            for table, held in rows.items():
+                columns = list(checksums.TABLES[table])
+                if numbered := table in ("changes", "queue"):
+                    columns = ["seq", *columns]
+                statement = f"INSERT OR IGNORE INTO {table} ({', '.join(columns)})"
+                statement += f" VALUES ({', '.join('?' * len(columns))})"
+                for row in sorted(held, key=lambda row: row.rowid or 0):
+                    fields = (row.rowid, *row.fields) if numbered else row.fields
+                    self._connection.execute(statement, fields)
+            checksums.restore(self._connection)
+            checksums.seal(self._connection)
+
     @property
     def in_transaction(self) -> bool:
         """Return whether a transaction is open; SQLite ends one itself when a disk is full."""
         return self._connection.in_transaction
 
-    def backup(self, folder: Path) -> None:
-        """Write a consistent copy of the journal into another folder, named once complete."""
+    def backup(self, folder: Path, *, as_new: bool = False) -> None:
+        """Write a consistent copy of the journal into another folder, named once complete.
+
+        Args:
+            folder: where it goes.
+            as_new: the copy is a bank of its own, and gets an id of its own when it is opened.
+        """
         part = folder / f"{JOURNAL_NAME}.part"
         part.unlink(missing_ok=True)
         try:
@@ -164,6 +266,9 @@ class Journal:
                 if not self._open:
                     raise BankError(CLOSED)
                 self._connection.backup(target)
+                if as_new:
+                    target.execute("DELETE FROM meta WHERE namespace = ? AND key = ?", _BANK_ID)
+                    target.commit()
         except sqlite3.DatabaseError as error:
             raise _explained(error) from error
         os.replace(part, folder / JOURNAL_NAME)
@@ -198,20 +303,104 @@ def _connect(file: Path, folder: Path) -> sqlite3.Connection:
         found = connection.execute("PRAGMA user_version").fetchone()[0]
     except sqlite3.DatabaseError as error:
         connection.close()
-        raise BankError(
-            f"Expected a readable journal in {str(folder)!r}, got {error}; restore the file"
-            f" {JOURNAL_NAME}"
-        ) from error
+        raise unreadable(folder, error) from error
     if found > SCHEMA_VERSION:
         connection.close()
         raise BankError(
             f"Expected a journal of schema {SCHEMA_VERSION} or older, got {found}; update"
             " experiential-rl"
         )
+    checksums.provide(connection)
     return connection
 
 
-def _copy_stable(source: Path, target: Path) -> None:
+def unreadable(folder: Path, found: object) -> BankError:
+    """Return the error for a folder whose journal cannot be used as it is."""
+    place, found = shlex.quote(str(folder)), ascii(str(found))[1:-1]
+    return BankError(
+        f"Expected a readable journal in {str(folder)!r}, got {found}; restore {JOURNAL_NAME} from"
+        f" a backup, or save what is undamaged: experiential bank recover {place} --to NEW"
+    )
+
+
+def _check_new(folder: Path) -> None:
+    """Refuse to make a journal where one was: beside the id of a bank or a full index."""
+    beside = [name for name in (BANK_ID_NAME, *_INDEXES) if any(folder.glob(name))]
+    if beside:
+        state = "an empty one" if (folder / JOURNAL_NAME).is_file() else "none"
+        names = {file.relative_to(folder).parts[0] for name in beside for file in folder.glob(name)}
+        raise unreadable(folder, f"{state} beside {', '.join(sorted(names))}")
+
+
+def _prepare(
+    connection: sqlite3.Connection, folder: Path, *, check: bool = True, is_copy: bool = False
+) -> list[Damage]:
+    """Bring a journal to the current schema, check it, and compare its id with the folder's."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        found = connection.execute("PRAGMA user_version").fetchone()[0]
+        is_new = not connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone()
+        if is_new:
+            _check_new(folder)
+        damage: list[Damage] = []
+        if 0 < found < SCHEMA_VERSION:
+            _make_tables(connection)  # an old journal may lack the newest tables
+        if found < SCHEMA_VERSION:
+            for migrate in MIGRATIONS[found:]:
+                damage += migrate(connection)
+            connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+        if check and not is_new:
+            damage += checksums.check(connection)
+        id = _identify(connection, folder)
+        connection.execute("COMMIT")
+    finally:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+    # Only now, so that a kill between the two leaves no folder that is refused.
+    if not is_copy and id != _id_beside(folder):
+        part = folder / f"{BANK_ID_NAME}.part"
+        part.write_text(f"{id}\n", encoding="ascii")
+        os.replace(part, folder / BANK_ID_NAME)
+    if damage:
+        more = f" and {len(damage) - _NAMED} more" if len(damage) > _NAMED else ""
+        _log.warning(
+            "The journal in %s is damaged and %s: %s%s; the rest is served. To get back what can"
+            " be: experiential bank recover %s --to NEW",
+            folder,
+            "what is damaged is left out" if is_copy else "what is damaged was set aside",
+            "; ".join(str(one) for one in damage[:_NAMED]),
+            more,
+            shlex.quote(str(folder)),
+        )
+    return damage
+
+
+def _id_beside(folder: Path) -> str:
+    """Return the id in the folder's file; empty where the file is missing or damaged."""
+    try:
+        found = (folder / BANK_ID_NAME).read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""
+    return found if _ID.fullmatch(found) else ""
+
+
+def _identify(connection: sqlite3.Connection, folder: Path) -> str:
+    """Return the id of the bank, recorded in its journal; refuse the journal of another bank."""
+    statement = "SELECT value FROM meta WHERE namespace = ? AND key = ?"
+    found, beside = connection.execute(statement, _BANK_ID).fetchone(), _id_beside(folder)
+    if not found:
+        row = (*_BANK_ID, beside or new_id())
+        connection.execute(
+            "INSERT INTO meta (namespace, key, value, checksum) VALUES (?, ?, ?, ?)",
+            (*row, checksums.checksum("meta", row)),
+        )
+        return row[-1]
+    if beside and found[0] != beside:
+        raise unreadable(folder, f"that of bank {found[0]}, where {BANK_ID_NAME} says {beside}")
+    return found[0]
+
+
+def copy_stable(source: Path, target: Path) -> None:
     """Copy a database and its write-ahead log; repeat if a live writer made a checkpoint meanwhile.
 
     Frames appended to the log while it is copied do no harm: SQLite ignores an incomplete tail by
@@ -231,8 +420,9 @@ def _copy_stable(source: Path, target: Path) -> None:
     log, log_copy = Path(f"{source}-wal"), Path(f"{target}-wal")
     for attempt in range(50):
         before = fingerprint()
-        if time.time_ns() - before[0][0] < _CLOCK_TICK_NS:
-            # A second write within one tick of the file clock would not show.
+        if 0 <= time.time_ns() - before[0][0] < _CLOCK_TICK_NS:
+            # A second write within one tick of the file clock would not show. A file dated in the
+            # future, when the clock was set back, would get another date.
             time.sleep(_CLOCK_TICK_NS / 1e9)
             continue
         shutil.copyfile(source, target)

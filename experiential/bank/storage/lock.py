@@ -52,6 +52,8 @@ class WriterLock:
                 owner = {"pid": os.getpid(), "host": socket.gethostname(), "time": now}
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, json.dumps(owner).encode(), 0)
+            self.is_first = not names
+            """Whether this process had no other namespace of the folder open."""
             names.add(namespace)
             _held[self._key] = (descriptor, names)
 

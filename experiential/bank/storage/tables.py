@@ -22,6 +22,7 @@ from experiential.bank.records import (
     Difference,
     LogEntry,
 )
+from experiential.bank.storage.checksums import at, checksum, link, parsed
 from experiential.bank.storage.journal import Journal
 from experiential.bank.text import checked_text
 from experiential.types import Experience, Generation
@@ -67,8 +68,9 @@ _WRITTEN_FROM = """
     WHERE c.namespace = ? AND c.cause = 'trajectory' AND c.ref = ? AND n.version IS NOT NULL
     ORDER BY n.seq"""
 _NOTE = """
-    INSERT INTO receipts
-    SELECT ?1, ?2, ?3, COALESCE(MAX(id), 0) FROM commits WHERE namespace = ?1"""
+    INSERT INTO receipts (namespace, key, digest, commit_id, checksum)
+    SELECT ?1, ?2, ?3, made, row_checksum('receipts', ?1, ?2, ?3, made)
+    FROM (SELECT COALESCE(MAX(id), 0) AS made FROM commits WHERE namespace = ?1)"""
 _WRITTEN = """
     SELECT id, version FROM changes
     WHERE namespace = ? AND commit_id = ? AND version IS NOT NULL ORDER BY seq"""
@@ -85,14 +87,30 @@ class History:
 
     _journal: Journal
     _namespace: str
+    # Of the open commit: its row, and the checksums of the versions and changes that it wrote.
+    _own: list[Any] = field(default_factory=list[Any])
+    _written: list[bytes] = field(default_factory=list[bytes])
+    _changed: list[bytes] = field(default_factory=list[bytes])
 
     def begin(self, author: str, cause: str, ref: str | None) -> int:
-        """Open a commit and return its id."""
+        """Open a commit and return its id; `seal` ends it."""
         statement = (
             "INSERT INTO commits (namespace, time, author, cause, ref) VALUES (?, ?, ?, ?, ?)"
         )
-        cursor = self._journal.run(statement, self._namespace, time.time(), author, cause, ref)
-        return cursor.lastrowid or 0
+        row = (self._namespace, time.time(), author, cause, ref)
+        commit = self._journal.run(statement, *row).lastrowid or 0
+        self._own[:], self._written[:], self._changed[:] = (commit, *row), (), ()
+        return commit
+
+    def seal(self) -> None:
+        """End the open commit: write its checksum, and chain it to the one before."""
+        commit, own = self._own[0], checksum("commits", self._own)
+        statement = "SELECT chain FROM commits WHERE id < ? ORDER BY id DESC LIMIT 1"
+        chain = link(
+            self._journal.value(statement, commit) or b"", own, self._written, self._changed
+        )
+        statement = "UPDATE commits SET checksum = ?, chain = ? WHERE id = ?"
+        self._journal.run(statement, own, chain, commit)
 
     def write(self, stored: Stored, commit: int) -> None:
         """Add one immutable entry version."""
@@ -100,13 +118,15 @@ class History:
         record = experience.model_dump_json(exclude={"statistics"})
         known = (experience.id, experience.version, commit, record)
         written = (vector.tobytes(), json.dumps(sorted(origins)))
-        statement = "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?)"
-        self._journal.run(statement, self._namespace, *known, *written)
+        _, own = self._journal.insert("versions", self._namespace, *known, *written)
+        self._written.append(own)
 
     def point(self, id: str, version: int | None, commit: int) -> int:
         """Set the live version of an entry (None removes it); return the position of the change."""
-        statement = "INSERT INTO changes (namespace, commit_id, id, version) VALUES (?, ?, ?, ?)"
-        return self._journal.run(statement, self._namespace, commit, id, version).lastrowid or 0
+        cursor, own = self._journal.insert("changes", self._namespace, commit, id, version)
+        seq = cursor.lastrowid or 0
+        self._changed.append(at(seq) + own)
+        return seq
 
     def live(self, commit: int) -> list[Stored]:
         """Return all entries as they stood after ``commit``, oldest first."""
@@ -161,14 +181,14 @@ class History:
 
     def keep_generation(self, generation: Generation) -> None:
         """Journal one generation, once."""
-        statement = "INSERT OR IGNORE INTO generations VALUES (?, ?, ?)"
-        self._journal.run(statement, self._namespace, generation.id, generation.model_dump_json())
+        row = (self._namespace, generation.id, generation.model_dump_json())
+        self._journal.insert("generations", *row, verb="INSERT OR IGNORE")
 
     def generation(self, id: str) -> Generation | None:
         """Return one journalled generation."""
         statement = "SELECT record FROM generations WHERE namespace = ? AND id = ?"
         record = self._journal.value(statement, self._namespace, id)
-        return None if record is None else Generation.model_validate_json(record)
+        return None if record is None else parsed(Generation, record, id)
 
     def meta(self, key: str) -> str | None:
         """Return one recorded fact about this namespace."""
@@ -177,8 +197,7 @@ class History:
 
     def set_meta(self, key: str, value: str) -> None:
         """Record one fact about this namespace."""
-        statement = "INSERT OR REPLACE INTO meta VALUES (?, ?, ?)"
-        self._journal.run(statement, self._namespace, key, value)
+        self._journal.insert("meta", self._namespace, key, value, verb="INSERT OR REPLACE")
 
     def commits(self) -> list[Commit]:
         """Return every commit, oldest first."""
@@ -219,7 +238,7 @@ class History:
 
 def _stored(row: Any) -> Stored:
     vector = np.frombuffer(row[1], dtype=np.float32)
-    return Stored(Experience.model_validate_json(row[0]), vector, frozenset(json.loads(row[2])))
+    return Stored(parsed(Experience, row[0]), vector, frozenset(json.loads(row[2])))
 
 
 def difference(before: Iterable[Experience], after: Iterable[Experience]) -> Difference:
@@ -251,8 +270,7 @@ class DistillationQueue:
         """Queue a trajectory, leased by ``holder``; return False if it was queued before."""
         if self.state(id) is not None:  # an insert that does nothing still writes to the disk
             return False
-        statement = "INSERT INTO queue (namespace, id, state) VALUES (?, ?, 'queued')"
-        self._journal.run(statement, self._namespace, id)
+        self._journal.insert("queue", self._namespace, id, "queued", 0, None)
         if holder:
             self._leases[id] = (holder, time.monotonic() + LEASE_SECONDS)
         return True
@@ -311,15 +329,17 @@ class DistillationQueue:
     def finish(self, id: str) -> bool:
         """Mark an item done; if False is returned, nothing may be written for it."""
         self._leases.pop(id, None)
-        statement = "UPDATE queue SET state = 'done', reason = NULL"
+        statement = "UPDATE queue SET state = 'done', reason = NULL, checksum ="
+        statement += " row_checksum('queue', namespace, id, 'done', attempts, NULL)"
         statement += " WHERE namespace = ? AND id = ? AND state = 'queued'"
         return self._journal.run(statement, self._namespace, id).rowcount > 0
 
     def fail(self, id: str, reason: str, *, last: bool) -> int:
         """Count a failed attempt of a queued item; see `Queue.fail`."""
         with self._journal.transaction():
-            statement = "UPDATE queue SET attempts = attempts + 1, state = ?, reason = ?"
-            statement += " WHERE namespace = ? AND id = ? AND state = 'queued'"
+            statement = "UPDATE queue SET attempts = attempts + 1, state = ?1, reason = ?2,"
+            statement += " checksum = row_checksum('queue', namespace, id, ?1, attempts + 1, ?2)"
+            statement += " WHERE namespace = ?3 AND id = ?4 AND state = 'queued'"
             state = "dead" if last else "queued"
             if last:
                 self._leases.pop(id, None)
@@ -341,7 +361,8 @@ class DistillationQueue:
     def requeue(self, id: str) -> bool:
         """Queue a dead letter again with all its attempts; return False if it is not dead."""
         with self._journal.transaction():
-            statement = "UPDATE queue SET attempts = 0, state = 'queued', reason = NULL"
+            statement = "UPDATE queue SET attempts = 0, state = 'queued', reason = NULL,"
+            statement += " checksum = row_checksum('queue', namespace, id, 'queued', 0, NULL)"
             statement += " WHERE namespace = ? AND id = ? AND state = 'dead'"
             return self._journal.run(statement, self._namespace, id).rowcount > 0
 
