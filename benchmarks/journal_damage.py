@@ -58,7 +58,7 @@ def make_bank(folder: Path, entries: int = 60) -> None:
 
 def state(bank: FolderBank) -> dict[str, Any]:
     """Return all rows of a bank's journal, and its entries as they are found and read."""
-    journal = bank._journal
+    journal = bank._journal  # pyright: ignore[reportPrivateUsage]
     rows = {
         table: journal.rows(f"SELECT {', '.join(columns)} FROM {table} ORDER BY rowid")
         for table, columns in TABLES.items()
@@ -118,7 +118,7 @@ def run(trials: int, seed: int = 0, on_silent: Path | None = None) -> dict[str, 
             shown: dict[str, Any] = {}
             try:
                 with FolderBank(folder, read_only=True) as bank:
-                    found, is_named = state(bank), bool(bank._journal.damage)
+                    found, is_named = state(bank), bool(bank.damage)
                 shown = found["entries"]
                 result = "named, rest served" if is_named else "harmless"
                 if not is_named and found != known:

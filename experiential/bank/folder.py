@@ -64,6 +64,7 @@ from experiential.bank.state import (
     content_of,
     unknown_entry,
 )
+from experiential.bank.storage.checksums import Damage
 from experiential.bank.storage.group_commit import Group, GroupCommit
 from experiential.bank.storage.journal import JOURNAL_NAME, Journal
 from experiential.bank.storage.lock import WriterLock
@@ -234,6 +235,11 @@ class FolderBank(StateReader, Bank, Shared):
             follower.on_advance, follower.patience = weakly(self._settle), nearest.patience
             if follower.is_behind() or nearest.is_large:
                 follower.wake()
+
+    @property
+    def damage(self) -> tuple[Damage, ...]:
+        """Return the damaged rows of the journal that were left out when it was opened."""
+        return tuple(self._journal.damage)
 
     def __repr__(self) -> str:
         return (

@@ -16,7 +16,7 @@ from experiential.bank.index.follower import Replica
 from experiential.bank.index.site import CHROMA, folder_site
 from experiential.bank.index.store import IndexLostError
 from experiential.bank.storage import bundle, pages
-from experiential.bank.storage.checksums import RECORDS, TABLES, Row, checksum
+from experiential.bank.storage.checksums import RECORDS, TABLES, Row, checksum, read_all_text
 from experiential.bank.storage.journal import JOURNAL_NAME, Journal, copy_stable
 from experiential.errors import BankError
 from experiential.types import Experience, Record, read_record
@@ -121,7 +121,7 @@ def _rows(copy: Path) -> tuple[dict[str, _Rows], dict[str, set[tuple[Any, ...]]]
             found[row.table][key] = row
     bad: dict[str, set[tuple[Any, ...]]] = {table: set() for table in TABLES}
     with suppress(sqlite3.DatabaseError), closing(sqlite3.connect(copy)) as connection:
-        connection.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
+        read_all_text(connection)
         for table in TABLES:
             read, is_whole = _read(connection, table)
             good = {_key(row): row for row, is_good in read if is_good}

@@ -58,7 +58,7 @@ class ChromaStore:
                 collection = self._client.get_collection(self._name, embedding_function=None)
                 collection.count()  # opens its files, damaged ones fail here
                 self._collection = collection
-        except Exception:
+        except BaseException:  # a panic of Chroma's Rust part is not an Exception
             self._client.close()
             raise
 
@@ -191,9 +191,9 @@ def _client(where: Path | str) -> Any:
         start: Any = partial(chromadb.PersistentClient, str(where), settings)
         try:
             return start()
-        except Exception:
+        except BaseException:
             # Chroma keeps a client whose start failed, and drops it when it is asked once more.
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(BaseException):
                 start().close()
             raise
     token = os.environ.get(TOKEN_VARIABLE)

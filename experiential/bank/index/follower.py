@@ -26,17 +26,20 @@ class Replica:
     The files of a store in a folder are sealed after each write. A folder whose seal is broken, or
     that cannot be opened, is set aside, and the store starts empty.
 
+    Args:
+        site: where the store is.
+        broken: what is wrong with its folder, if that is known already.
+
     Attributes:
         store: the open store, to be asked inside ``answering``.
         head: position of the last journal change in the store; 0 when it is empty.
         stamp: tells that change from one at the same position of another journal.
     """
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, broken: object = None) -> None:
         self._site = site
         self._seal = Seal(site.folder)
-        broken: object = None
-        if self._seal.is_broken():
+        if broken is None and self._seal.is_broken():
             broken = "its files are not those that were sealed"
         for is_last in (False, True):
             if broken is not None:
@@ -68,7 +71,11 @@ class Replica:
         """Turn whatever the store raises into ``IndexLostError``."""
         try:
             yield
-        except Exception as error:  # a store may raise anything when its files or server are gone
+        # A store may raise anything when its files or server are gone; Chroma's Rust part panics
+        # over a damaged database, which is not an Exception.
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise IndexLostError(
                 f"Expected the index {self._site} to answer, got {type(error).__name__}: {error}"
             ) from error
@@ -95,9 +102,11 @@ class Replica:
 
     def close(self) -> None:
         """Release the store and its folder."""
-        with self._seal.changing():
-            self.store.close()
-        self._seal.leave()
+        try:
+            with self.answering(), self._seal.changing():
+                self.store.close()
+        finally:
+            self._seal.leave()
 
 
 class IndexFollower:
@@ -180,7 +189,14 @@ class IndexFollower:
     def rebuild(self) -> int:
         """Write the store again from the journal; return the number of entries in it."""
         with self._work:
-            self.opened().clear()
+            try:
+                self.opened().clear()
+            except IndexLostError as error:  # its files are damaged where only writing looks
+                if self._site.folder is None:
+                    raise
+                with contextlib.suppress(IndexLostError):
+                    self._drop()
+                self._replica = Replica(self._site, broken=error.__cause__)
             self.flush()
             return len(self.opened())
 

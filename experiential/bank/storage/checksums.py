@@ -112,7 +112,20 @@ def parsed(kind: type[R], record: str, id: str = "") -> R:
 
 def provide(connection: sqlite3.Connection) -> None:
     """Give a connection the SQL function ``row_checksum(table, field, ...)``."""
-    connection.create_function("row_checksum", -1, lambda table, *fields: checksum(table, fields))
+    connection.create_function("row_checksum", -1, _row_checksum)
+
+
+def _row_checksum(table: str, *fields: Any) -> bytes:
+    return checksum(table, fields)
+
+
+def read_all_text(connection: sqlite3.Connection) -> None:
+    """Let a connection read text that is not UTF-8, with surrogates in place of wrong bytes."""
+    connection.text_factory = _lenient
+
+
+def _lenient(raw: bytes) -> str:
+    return raw.decode("utf-8", "surrogateescape")
 
 
 def seal(connection: sqlite3.Connection) -> None:
@@ -132,12 +145,18 @@ def seal(connection: sqlite3.Connection) -> None:
         "UPDATE commits SET checksum = row_checksum('commits', id, namespace, time, author, cause,"
         " ref) WHERE checksum IS NULL"
     )
-    links = [(chain, commit) for commit, _, chain in _links(connection)]
+    links = [(chain, commit) for commit, _, chain in _links(connection, anew=True)]
     connection.executemany("UPDATE commits SET chain = ? WHERE id = ?", links)
 
 
-def _links(connection: sqlite3.Connection) -> Iterator[tuple[int, bytes | None, bytes]]:
-    """Yield each commit with its stored chain value and the one that its rows ask for."""
+def _links(
+    connection: sqlite3.Connection, *, anew: bool = False
+) -> Iterator[tuple[int, bytes | None, bytes]]:
+    """Yield each commit with its stored chain value and the one that its rows ask for.
+
+    Each goes on from the stored value before, so that only the commit shows at which a chain
+    breaks; ``anew``, from the one that the rows ask for.
+    """
     written: defaultdict[int, list[bytes]] = defaultdict(list)
     for commit, own in connection.execute(
         "SELECT commit_id, checksum FROM versions ORDER BY rowid"
@@ -161,8 +180,7 @@ def _links(connection: sqlite3.Connection) -> Iterator[tuple[int, bytes | None, 
             [one for id in here for one in changed.pop(id, ())],
         )
         yield commit, stored, found
-        # Of a sound chain both are equal; of a damaged one only the commit where it breaks shows.
-        before, last = _bytes(stored) or found, commit
+        before, last = found if anew else _bytes(stored), commit
 
 
 def _bytes(value: Any) -> bytes:
@@ -238,7 +256,7 @@ def _rows(connection: sqlite3.Connection, table: str) -> Iterator[Any]:
     except sqlite3.OperationalError as error:
         if "decode" not in str(error):
             raise
-        connection.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
+        read_all_text(connection)
         try:
             yield from [row for row in connection.execute(statement) if row[0] > last]
         finally:

@@ -22,6 +22,7 @@ from experiential.bank.index.lexical import content_words
 from experiential.bank.index.site import CHROMA, Site, recorded_site
 from experiential.bank.index.store import IndexLostError
 from experiential.bank.operations import subject
+from experiential.bank.storage.checksums import Damage
 from experiential.bank.storage.journal import JOURNAL_NAME, Journal
 from experiential.bank.storage.lock import LOCK_NAME, described_owner
 from experiential.bank.storage.tables import DistillationQueue, History
@@ -30,6 +31,7 @@ from experiential.types import Experience, Record
 
 SAMPLE = 256
 """Entries whose vectors are compared."""
+_NAMED = 10
 _SAME = 1e-4  # of two float32 unit vectors that went through Chroma
 _ORPHANS = """
     SELECT COUNT(*) FROM changes c LEFT JOIN versions v
@@ -74,19 +76,23 @@ def examine(folder: Path) -> list[Finding]:
 
 
 def _contents(folder: Path, *, with_index: bool) -> Iterator[Finding]:
-    restore = f"restore {JOURNAL_NAME} from a backup, or import an exported file into a new bank"
+    restore = f"restore {JOURNAL_NAME} from a backup, or save what is undamaged: experiential bank"
+    restore += f" recover {shlex.quote(str(folder))} --to NEW"
     try:
         journal = Journal.open_copy(folder)
     except (BankError, sqlite3.DatabaseError) as error:
         yield _found("journal", str(error), restore)
         return
     try:
-        answers = [row[0] for row in journal.rows("PRAGMA integrity_check")]
-        if answers != ["ok"]:
-            found = f"integrity_check says {'; '.join(answers[:3])}"
+        statement = "SELECT tab, namespace, id, what FROM damaged ORDER BY rowid"
+        damaged = [str(Damage(*row)) for row in journal.rows(statement)]
+        damaged += [str(one) for one in journal.damage if str(one) not in damaged]
+        if damaged:
+            more = f" and {len(damaged) - _NAMED} more" if len(damaged) > _NAMED else ""
+            found = f"{len(damaged)} damaged rows are left out: {'; '.join(damaged[:_NAMED])}{more}"
             yield _found("journal", found, restore)
-            return
-        yield _found("journal", "integrity_check says ok")
+        else:
+            yield _found("journal", "integrity_check says ok, all rows have their checksums")
         statement = "SELECT DISTINCT namespace FROM commits ORDER BY namespace"
         for (namespace,) in journal.rows(statement):
             history = History(journal, namespace)

@@ -104,12 +104,12 @@ def _row(image: Mapping[int, bytes], number: int, start: int) -> Row | None:
             values.append(raw)
     rowid = _rowid(page, start, total)
     for table in tables:
-        fields = values[: len(TABLES[table]) + (table in ("changes", "queue"))]
+        fields: list[Any] = values[: len(TABLES[table]) + (table in ("changes", "queue"))]
         own = values[len(fields)]
         if table in _HEADED:
             if values[0] is not None:
                 continue
-            fields = [rowid, *fields[1:]] if table == "commits" else fields[1:]
+            fields = fields[1:] if table != "commits" else [rowid, *fields[1:]]
         if (real := _REALS.get(table)) is not None and isinstance(fields[real], int):
             fields[real] = float(fields[real])
         if checksum(table, fields) == own:

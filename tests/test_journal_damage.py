@@ -1,0 +1,223 @@
+"""A damaged journal is never wrong in silence, and gives back all that was not damaged."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import shutil
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+
+import experiential as xp
+from benchmarks.journal_damage import run as damaged
+from experiential.bank.recover import recover
+from experiential.bank.storage.checkup import examine
+from experiential.errors import BankError
+from tests.test_cli_bank import Run, run
+
+OLD = Path(__file__).parent / "fixtures" / "bank-0.1"
+__all__ = ["run"]  # the fixture
+
+
+def changed(folder: Path, statement: str, *arguments: object) -> None:
+    """Change a journal behind the library's back."""
+    with sqlite3.connect(folder / "journal.sqlite") as connection:
+        connection.execute(statement, arguments)
+    connection.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with xp.ExperienceBank(tmp_path / "bank", embedder="hashing", store="exact") as bank:
+        for number in range(4):
+            bank.add(f"lesson {number}")
+    return tmp_path / "bank"
+
+
+def test_random_damage_is_never_silent_and_costs_no_undamaged_entry() -> None:
+    counts = damaged(60, seed=3)
+    assert not [name for name in counts if "SILENT" in name or "RAW" in name]
+    assert counts["undamaged entries lost"] == 0 < counts["undamaged entries"]
+    assert counts["flip: named, rest served"] > 0 and counts["cut: refused"] > 0
+
+
+@pytest.mark.slow
+def test_ten_thousand_damages_are_never_silent() -> None:
+    counts = damaged(10_000, seed=4)
+    assert not [name for name in counts if "SILENT" in name or "RAW" in name]
+    assert counts["undamaged entries lost"] == 0
+
+
+def test_a_changed_text_is_named_set_aside_and_the_rest_served(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with xp.ExperienceBank(folder, read_only=True) as bank:
+        lost = next(entry for entry in bank.entries() if entry.text == "lesson 2")
+    changed(folder, "UPDATE versions SET record = replace(record, 'lesson 2', 'lesson 9')")
+    with (
+        caplog.at_level(logging.WARNING),
+        xp.ExperienceBank(folder, read_only=True) as bank,
+    ):
+        assert {entry.text for entry in bank} == {"lesson 0", "lesson 1", "lesson 3"}
+        [damage] = bank.damage
+    assert (damage.table, damage.namespace) == ("versions", "default")
+    assert lost.id in damage.id and lost.id in caplog.text and "recover" in caplog.text
+    [journal] = [finding for finding in examine(folder) if finding.what == "journal"]
+    assert journal.status == "wrong" and lost.id in journal.found and "recover" in journal.mend
+    with xp.ExperienceBank(folder) as bank:  # a writer sets it aside for good
+        assert len(bank) == 3 and bank.add("another").version == 1
+    with xp.ExperienceBank(folder) as bank:
+        assert not bank.damage and len(bank) == 4
+    assert lost.id in next(one for one in examine(folder) if one.what == "journal").found
+
+
+def test_a_row_that_is_gone_shows_in_the_chain_of_commits(folder: Path) -> None:
+    changed(folder, "DELETE FROM versions WHERE commit_id = 2")
+    with xp.ExperienceBank(folder, read_only=True) as bank:
+        [damage] = bank.damage
+        assert (damage.table, damage.id) == ("commits", "2") and len(bank) == 3
+
+
+def test_a_lost_change_is_written_again_from_its_version(folder: Path) -> None:
+    changed(folder, "UPDATE changes SET id = 'nobody' WHERE seq = 2")
+    with xp.ExperienceBank(folder) as bank:
+        assert [entry.text for entry in bank] == [f"lesson {number}" for number in range(4)]
+        assert [one.table for one in bank.damage] == ["changes"]
+    with xp.ExperienceBank(folder) as bank:
+        assert not bank.damage and len(bank) == 4
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_a_bank_without_its_journal_is_refused_and_comes_back_from_index_and_export(
+    folder: Path, tmp_path: Path, is_empty: bool
+) -> None:
+    with xp.ExperienceBank(folder, store="chroma") as bank:
+        known = {entry.id: entry.text for entry in bank}
+        bank.export(tmp_path / "saved.jsonl")
+        known[(late := bank.add("after the export")).id] = late.text
+    (folder / "journal.sqlite").unlink()
+    if is_empty:
+        (folder / "journal.sqlite").touch()
+    for options in ({}, {"read_only": True}):
+        with pytest.raises(BankError) as refused:
+            xp.ExperienceBank(folder, **options)
+        assert "\n" not in str(refused.value)
+        assert is_empty is False or "bank recover" in str(refused.value)
+    (folder / "bank.id").unlink()
+    with pytest.raises(BankError, match="bank recover"):  # the index is there still
+        xp.ExperienceBank(folder)
+    found = recover(folder, tmp_path / "new", export=tmp_path / "saved.jsonl", embedder="hashing")
+    entries = next(one for one in found if one.what == "entries")
+    assert (entries.export, entries.index, entries.lost) == (4, 1, 0)
+    with xp.ExperienceBank(tmp_path / "new", embedder="hashing") as bank:
+        assert {entry.id: entry.text for entry in bank} == known
+
+
+def test_the_journal_of_another_bank_is_refused(folder: Path, tmp_path: Path) -> None:
+    with xp.ExperienceBank(folder) as bank, bank.fork(tmp_path / "fork") as fork:
+        assert len(fork) == 4  # a fork is a bank of its own
+    shutil.copyfile(tmp_path / "fork" / "journal.sqlite", folder / "journal.sqlite")
+    for options in ({}, {"read_only": True}):
+        with pytest.raises(BankError, match="that of bank .* recover"):
+            xp.ExperienceBank(folder, **options)
+
+
+def test_a_cut_journal_is_refused_in_one_line_and_recovered(tmp_path: Path, folder: Path) -> None:
+    file = folder / "journal.sqlite"
+    file.write_bytes(file.read_bytes()[: 4096 * 6])
+    for options in ({}, {"read_only": True}):
+        with pytest.raises(BankError, match="experiential bank recover") as refused:
+            xp.ExperienceBank(folder, **options)
+        assert "\n" not in str(refused.value)
+    assert recover(folder, tmp_path / "new", embedder="hashing")[0].lost == 0
+    with xp.ExperienceBank(tmp_path / "new", embedder="hashing") as bank:
+        assert {entry.text for entry in bank} == {f"lesson {number}" for number in range(4)}
+    with pytest.raises(BankError, match="without a bank"):
+        recover(folder, tmp_path / "new")
+
+
+def test_a_bank_of_version_0_1_opens_reads_writes_and_gets_checksums(tmp_path: Path) -> None:
+    shutil.copytree(OLD, tmp_path / "old")
+    texts = [
+        "The red door needs the brass key.",
+        "Light the lamp before you enter the cellar.",
+        "Look under the mat.",
+    ]
+    before = (tmp_path / "old" / "journal.sqlite").read_bytes()
+    with xp.ExperienceBank(tmp_path / "old", read_only=True) as bank:
+        assert [entry.text for entry in bank] == texts and not bank.damage
+    assert (tmp_path / "old" / "journal.sqlite").read_bytes() == before
+    with xp.ExperienceBank(tmp_path / "old") as bank:
+        assert [entry.text for entry in bank] == texts and bank.trajectory("t1") is not None
+        assert [entry.version for entry in bank] == [1, 2, 1] and bank.queue.waiting() == ["t2"]
+        texts.append(bank.add("Written by this version.").text)
+    with xp.ExperienceBank(tmp_path / "old", namespace="other") as bank:
+        assert [entry.text for entry in bank] == ["Another namespace."]
+    assert not [finding for finding in examine(tmp_path / "old") if finding.status == "wrong"]
+    changed(tmp_path / "old", "UPDATE versions SET vector = zeroblob(1024) WHERE commit_id = 1")
+    with xp.ExperienceBank(tmp_path / "old") as bank:
+        assert [entry.text for entry in bank] == texts[1:] and len(bank.damage) == 1
+
+
+def test_a_damaged_bank_of_version_0_1_opens_without_the_record_that_is_none(
+    tmp_path: Path,
+) -> None:
+    shutil.copytree(OLD, tmp_path / "old")
+    changed(tmp_path / "old", "UPDATE versions SET record = '{' WHERE commit_id = 1")
+    with xp.ExperienceBank(tmp_path / "old") as bank:
+        assert len(bank) == 2 and "is no record" in str(bank.damage[0])
+
+
+def test_a_field_of_a_later_version_is_ignored_and_kept(tmp_path: Path) -> None:
+    shutil.copytree(OLD, tmp_path / "old")
+    later = "json_set(record, '$.colour', 'red', '$.provenance.weather', json('{\"wind\": 3}'))"
+    changed(tmp_path / "old", f"UPDATE versions SET record = {later}")
+    with xp.ExperienceBank(tmp_path / "old") as bank:
+        assert len(bank) == 3 and not bank.damage
+        bank.fork(tmp_path / "fork").close()
+    with sqlite3.connect(tmp_path / "fork" / "journal.sqlite") as connection:
+        found = connection.execute("SELECT record FROM versions").fetchall()
+    connection.close()
+    assert {json.loads(record)["colour"] for (record,) in found} == {"red"}
+
+
+def test_a_journal_dated_in_the_future_is_read(folder: Path) -> None:
+    ahead = time.time() + 3600
+    os.utime(folder / "journal.sqlite", (ahead, ahead))
+    with xp.ExperienceBank(folder, read_only=True) as bank:
+        assert len(bank) == 4
+    assert not [finding for finding in examine(folder) if finding.status == "wrong"]
+
+
+@pytest.mark.parametrize("place", [4096, 600_000])
+def test_a_scrambled_database_of_chroma_is_set_aside_and_made_again(
+    tmp_path: Path, place: int
+) -> None:
+    with xp.ExperienceBank(tmp_path, embedder="hashing") as bank:
+        bank.add_many([f"lesson {number}" for number in range(300)])
+    file = tmp_path / "chroma" / "chroma.sqlite3"
+    raw = bytearray(file.read_bytes())
+    raw[place : place + 4096] = random.Random(place).randbytes(4096)
+    file.write_bytes(raw)
+    [index] = [one for one in examine(tmp_path) if one.status == "wrong"]
+    assert index.what == "default: index" and "rebuild" in index.mend
+    with xp.ExperienceBank(tmp_path) as bank:
+        bank.add("one more")
+        assert bank.search("lesson 7")[0].experience.text == "lesson 7"
+    with xp.ExperienceBank(tmp_path) as bank:
+        assert bank.rebuild() == 301
+    assert not [finding for finding in examine(tmp_path) if finding.status == "wrong"]
+
+
+def test_recover_on_the_command_line(run: Run, folder: Path, tmp_path: Path) -> None:
+    (folder / "journal.sqlite").write_bytes((folder / "journal.sqlite").read_bytes()[:40_000])
+    code, said, error = run("ls", folder)
+    assert code in (1, 2) and "experiential bank recover" in error and error.count("\n") == 1
+    assert run("recover", folder, "--to", tmp_path / "new", "--embedder", "hashing")[0] == 0
+    assert run("ls", tmp_path / "new", "--json")[1].count("lesson") == 4
+    assert run("recover", folder, "--to", tmp_path / "new")[0] == 2
