@@ -99,7 +99,8 @@ def test_a_bank_without_its_journal_is_refused_and_comes_back_from_index_and_exp
     with xp.ExperienceBank(folder, store="chroma") as bank:
         known = {entry.id: entry.text for entry in bank}
         bank.export(tmp_path / "saved.jsonl")
-        known[(late := bank.add("after the export")).id] = late.text
+        late = bank.add("after the export")
+        known[late.id] = late.text
     (folder / "journal.sqlite").unlink()
     if is_empty:
         (folder / "journal.sqlite").touch()
@@ -127,9 +128,11 @@ def test_the_journal_of_another_bank_is_refused(folder: Path, tmp_path: Path) ->
             xp.ExperienceBank(folder, **options)
 
 
-def test_a_cut_journal_is_refused_in_one_line_and_recovered(tmp_path: Path, folder: Path) -> None:
+def test_a_journal_without_its_first_page_is_refused_in_one_line_and_recovered(
+    tmp_path: Path, folder: Path
+) -> None:
     file = folder / "journal.sqlite"
-    file.write_bytes(file.read_bytes()[: 4096 * 6])
+    file.write_bytes(bytes(4096) + file.read_bytes()[4096:])
     for options in ({}, {"read_only": True}):
         with pytest.raises(BankError, match="experiential bank recover") as refused:
             xp.ExperienceBank(folder, **options)
@@ -158,7 +161,8 @@ def test_a_bank_of_version_0_1_opens_reads_writes_and_gets_checksums(tmp_path: P
         texts.append(bank.add("Written by this version.").text)
     with xp.ExperienceBank(tmp_path / "old", namespace="other") as bank:
         assert [entry.text for entry in bank] == ["Another namespace."]
-    assert not [finding for finding in examine(tmp_path / "old") if finding.status == "wrong"]
+    findings = {finding.what: finding.status for finding in examine(tmp_path / "old")}
+    assert findings["journal"] == findings["default: entries"] == "ok"  # its index is not there
     changed(tmp_path / "old", "UPDATE versions SET vector = zeroblob(1024) WHERE commit_id = 1")
     with xp.ExperienceBank(tmp_path / "old") as bank:
         assert [entry.text for entry in bank] == texts[1:] and len(bank.damage) == 1
@@ -215,9 +219,10 @@ def test_a_scrambled_database_of_chroma_is_set_aside_and_made_again(
 
 
 def test_recover_on_the_command_line(run: Run, folder: Path, tmp_path: Path) -> None:
-    (folder / "journal.sqlite").write_bytes((folder / "journal.sqlite").read_bytes()[:40_000])
+    file = folder / "journal.sqlite"
+    file.write_bytes(bytes(4096) + file.read_bytes()[4096:])
     code, said, error = run("ls", folder)
     assert code in (1, 2) and "experiential bank recover" in error and error.count("\n") == 1
     assert run("recover", folder, "--to", tmp_path / "new", "--embedder", "hashing")[0] == 0
-    assert run("ls", tmp_path / "new", "--json")[1].count("lesson") == 4
+    assert run("ls", tmp_path / "new", "--json")[1].count('"text": "lesson') == 4
     assert run("recover", folder, "--to", tmp_path / "new")[0] == 2
