@@ -179,18 +179,22 @@ def erase(journal: Journal, namespace: str, doomed: Doomed, author: str = "") ->
             statement = f"DELETE FROM {table} WHERE namespace = ? AND {column} {among}"
             journal.run(statement, namespace, ids)
         gone = json.dumps([*doomed.entries, *doomed.trajectories])
-        unname = f"UPDATE commits SET ref = NULL WHERE namespace = ? AND ref {among}"
+        unname = f"UPDATE commits SET ref = NULL, checksum = NULL WHERE namespace = ? AND ref {among}"
         journal.run(unname, namespace, gone)
         for form in {form for text in doomed.texts for form in written_forms(text)}:
             for statement in (
-                "UPDATE commits SET ref = NULL WHERE namespace = ? AND instr(ref, ?) > 0",
-                "UPDATE queue SET reason = NULL WHERE namespace = ? AND instr(reason, ?) > 0",
+                "UPDATE commits SET ref = NULL, checksum = NULL"
+                " WHERE namespace = ? AND instr(ref, ?) > 0",
+                "UPDATE queue SET reason = NULL, checksum = NULL"
+                " WHERE namespace = ? AND instr(reason, ?) > 0",
                 "DELETE FROM scores WHERE namespace = ? AND instr(task, ?) > 0",
             ):
                 journal.run(statement, namespace, form)
         # The index is made again when a namespace is opened next, see `drop_index`.
         journal.run("DELETE FROM meta WHERE key = 'indexed' OR key LIKE 'indexed %'")
+        journal.run("DELETE FROM damaged")  # what was set aside may hold the texts, in any form
         commit = History(journal, namespace).begin(author or _user(), "purge", None)
+        journal.seal()
     vacuum(journal)
     return commit
 
@@ -287,7 +291,8 @@ def forget_old(journal: Journal, seconds: float) -> dict[str, int]:
                 if id in linked:
                     continue
                 fields = json.loads(record) | {"turns": []}
-                statement = "UPDATE trajectories SET record = ? WHERE namespace = ? AND id = ?"
+                statement = "UPDATE trajectories SET record = ?, checksum = NULL"
+                statement += " WHERE namespace = ? AND id = ?"
                 journal.run(statement, json.dumps(fields, ensure_ascii=False), namespace, id)
                 counts["turns of trajectories"] += 1
             last = journal.value(_LAST_OLD, namespace, before)
@@ -295,4 +300,5 @@ def forget_old(journal: Journal, seconds: float) -> dict[str, int]:
             statement = "DELETE FROM generations WHERE namespace = ? AND rowid < ?"
             statement += " AND id NOT IN (SELECT value FROM json_each(?))"
             counts["generations"] += journal.run(statement, namespace, last or 0, named).rowcount
+        journal.seal()
     return counts

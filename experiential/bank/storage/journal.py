@@ -247,6 +247,12 @@ class Journal:
             checksums.restore(self._connection)
             checksums.seal(self._connection)
 
+    def seal(self) -> None:
+        """Renew the checksums that are NULL and the chain, at the end of a transaction that
+        changed or deleted rows of the history on purpose.
+        """
+        checksums.seal(self._connection)
+
     @property
     def in_transaction(self) -> bool:
         """Return whether a transaction is open; SQLite ends one itself when a disk is full."""
