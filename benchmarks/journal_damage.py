@@ -3,8 +3,9 @@
     python -m benchmarks.journal_damage --trials 10000
 
 Each trial flips a bit, zeroes a range, or cuts the file. A damage is *silent* if the bank opens
-without naming it and any row or entry differs. It *loses* an entry if none of the entry's bytes was
-touched, and neither the opened bank nor ``experiential bank recover`` has it.
+without naming it and any row or entry differs, for a reader or a writer. It *loses* an entry if
+none of the entry's bytes was touched, and neither the opened bank nor ``experiential bank recover``
+has it. The result is in `benchmarks/results/journal_damage.json`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import random
 import shutil
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,6 +30,7 @@ from experiential.bank.storage.checksums import TABLES
 from experiential.bank.storage.journal import BANK_ID_NAME, JOURNAL_NAME
 from experiential.errors import BankError
 
+RESULT = Path(__file__).parent / "results" / "journal_damage.json"
 KINDS = ("flip", "zero", "cut")
 _NEAR = 128
 """Bytes of an entry's row before its record and after its vector."""
@@ -98,8 +102,33 @@ def damage(raw: bytes, draw: random.Random) -> tuple[str, bytes, int, int]:
     return kind, raw[:place], place, len(raw)
 
 
-def run(trials: int, seed: int = 0, on_silent: Path | None = None) -> dict[str, Any]:
-    """Return the counts of what became of ``trials`` damages."""
+def opened(
+    folder: Path, known: dict[str, Any], *, read_only: bool
+) -> tuple[str, dict[str, Any], str]:
+    """Return what became of opening a damaged bank, its state, and the error."""
+    try:
+        with FolderBank(folder, read_only=read_only) as bank:
+            found, is_named = state(bank), bool(bank.damage)
+    except BankError as error:
+        return "refused" if "\n" not in str(error) else "RAW", {}, str(error)
+    except Exception as error:  # noqa: BLE001  (what is counted)
+        return f"RAW {type(error).__name__}", {}, str(error)
+    if is_named:
+        return "named, rest served", found, ""
+    return "harmless" if found == known else "SILENT", found, ""
+
+
+def run(
+    trials: int, seed: int = 0, keep: Path | None = None, progress: Callable[[str], Any] = len
+) -> dict[str, Any]:
+    """Return the counts of what became of ``trials`` damages.
+
+    Args:
+        trials: each opens the bank read-only, then for writing, and recovers it where entries lack.
+        seed: of the damages.
+        keep: folder for journals that opened silently wrong, or lost an entry.
+        progress: called with a line after each thousandth part.
+    """
     draw, counts, cpu = random.Random(seed), Counter[str](), time.process_time()
     with TemporaryDirectory(prefix="experiential-damage-") as scratch:
         home = Path(scratch)
@@ -109,31 +138,24 @@ def run(trials: int, seed: int = 0, on_silent: Path | None = None) -> dict[str, 
             known = state(bank)
         where = spans(raw, known)
         folder, new = home / "damaged", home / "new"
-        for trial in range(trials):
+
+        def lay(data: bytes) -> None:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
             shutil.copyfile(home / "whole" / BANK_ID_NAME, folder / BANK_ID_NAME)
-            kind, data, start, end = damage(raw, draw)
             (folder / JOURNAL_NAME).write_bytes(data)
-            shown: dict[str, Any] = {}
-            try:
-                with FolderBank(folder, read_only=True) as bank:
-                    found, is_named = state(bank), bool(bank.damage)
-                shown = found["entries"]
-                result = "named, rest served" if is_named else "harmless"
-                if not is_named and found != known:
-                    result = "SILENT"
-                wrong = [id for id, entry in shown.items() if known["entries"].get(id) != entry]
-                if any(id in known["entries"] for id in wrong) and result != "SILENT":
-                    counts["an entry or its counters shown otherwise, named"] += 1
-            except BankError as error:
-                result = "refused" if "\n" not in str(error) else "RAW"
-                if "recover" not in str(error):
-                    counts["refused without naming recover"] += 1
-            except Exception as error:  # noqa: BLE001  (what is counted)
-                result = f"RAW {type(error).__name__}"
-            if (result == "SILENT" or result.startswith("RAW")) and on_silent is not None:
-                shutil.copytree(folder, on_silent / str(trial), dirs_exist_ok=True)
+
+        for trial in range(trials):
+            kind, data, start, end = damage(raw, draw)
+            lay(data)
+            result, found, error = opened(folder, known, read_only=True)
+            if result == "refused" and "recover" not in error:
+                counts["refused without naming recover"] += 1
+            shown = found.get("entries", {})
+            if result == "named, rest served" and any(
+                known["entries"].get(id, entry) != entry for id, entry in shown.items()
+            ):
+                counts["an entry or its counters shown otherwise, named"] += 1
             intact = {id for id, (a, b) in where.items() if end <= a or start >= b}
             texts = {id: known["entries"][id].text for id in intact}
             lacking = {id for id in intact if id not in shown or shown[id].text != texts[id]}
@@ -143,28 +165,41 @@ def run(trials: int, seed: int = 0, on_silent: Path | None = None) -> dict[str, 
                     recover(folder, new)
                     with FolderBank(new, embedder="hashing", read_only=True) as bank:
                         got = {entry.id: entry.text for entry in bank.entries()}
-                except BankError as error:
-                    counts[f"recover failed: {str(error)[:60]}"] += 1
+                except BankError as failed:
+                    counts[f"recover failed: {str(failed)[:60]}"] += 1
                     got = {}
                 lacking = {id for id in intact if got.get(id, "") != texts[id]}
+            written, after, _ = opened(folder, known, read_only=False)
+            is_other = (written, after) != (result, found)
+            counts["SILENT: a writer found another state than a reader"] += is_other
+            is_new = bool(after) and opened(folder, after, read_only=True)[0] != "harmless"
+            counts["SILENT: after a writer set rows aside, another state"] += is_new
             counts[f"{kind}: {result}"] += 1
             counts["undamaged entries"] += len(intact)
             counts["undamaged entries lost"] += len(lacking)
-            if lacking and on_silent is not None:
-                shutil.copytree(folder, on_silent / f"lost-{trial}", dirs_exist_ok=True)
-    found = dict(sorted(counts.items()))
-    return {"trials": trials, "bytes": len(raw), **found, "cpu": time.process_time() - cpu}
+            is_wrong = result.startswith(("RAW", "SILENT")) or is_other or is_new
+            if keep is not None and (is_wrong or lacking):
+                lay(data)
+                shutil.copytree(folder, keep / str(trial), dirs_exist_ok=True)
+            if (trial + 1) % max(1, trials // 1000) == 0:
+                progress(f"{trial + 1} of {trials}: {json.dumps(+counts, sort_keys=True)}")
+    lost = {"undamaged entries lost": counts["undamaged entries lost"]}
+    figures = {"trials": trials, "seed": seed, "bytes": len(raw), **dict(sorted((+counts).items()))}
+    return figures | lost | {"cpu_seconds": round(time.process_time() - cpu, 1)}
 
 
 def main() -> None:
-    """Run the trials that the command line asks for, and print the counts."""
+    """Run the trials that the command line asks for; print and keep the counts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="folder for journals that opened silently wrong")
-    args = parser.parse_args()
+    parser.add_argument("--results", type=Path, default=RESULT)
+    options = parser.parse_args()
     logging.getLogger("experiential").setLevel(logging.ERROR)
-    print(json.dumps(run(args.trials, args.seed, args.keep), indent=1))
+    found = run(options.trials, options.seed, options.keep, partial(print, flush=True))
+    print(json.dumps(found, indent=1))
+    options.results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial, wraps
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 from experiential.bank.consolidation import dedupe, forget
@@ -66,7 +65,13 @@ from experiential.bank.state import (
 )
 from experiential.bank.storage.checksums import Damage
 from experiential.bank.storage.group_commit import Group, GroupCommit
-from experiential.bank.storage.journal import JOURNAL_NAME, Journal
+from experiential.bank.storage.journal import (
+    JOURNAL_NAME,
+    Journal,
+    checked_folder,
+    new_folder,
+    refuse_lost,
+)
 from experiential.bank.storage.lock import WriterLock
 from experiential.bank.storage.tables import DistillationQueue, History, Receipts
 from experiential.bank.text import TEXT_LIMIT, Gate, checked_text, clean
@@ -151,7 +156,7 @@ class FolderBank(StateReader, Bank, Shared):
         read_only: bool = False,
         store: str | None = None,
     ) -> None:
-        self.path = _checked_folder(path)
+        self.path = checked_folder(path)
         self.namespace = checked_text(namespace, "namespace")
         self.read_only = read_only
         self.refused: Counter[str] = Counter()
@@ -162,6 +167,7 @@ class FolderBank(StateReader, Bank, Shared):
         self._outcomes: Outcomes | None = None  # made when it is first asked for
         self._families: dict[tuple[str, int], tuple[Experience, tuple[Content, ...]]] = {}
         if read_only and not (self.path / JOURNAL_NAME).is_file():
+            refuse_lost(self.path)
             raise BankError(
                 f"Expected an existing bank in {str(self.path)!r} to open read-only, got none;"
                 " write one first"
@@ -957,33 +963,6 @@ def _unknown_trajectory(id: str) -> BankError:
     return BankError(
         f"Expected the id of a recorded trajectory, got {id!r}; bank.history() lists them as refs"
     )
-
-
-def _checked_folder(path: object) -> Path:
-    """Return a folder name as a path; refuse an address, a file, and any other value."""
-    if isinstance(path, str) and "://" in path:
-        raise BankError(
-            f"Expected a folder, got the address {path!r}; only ExperienceBank takes one, with"
-            " http:// or https://"
-        )
-    text = str(path)
-    if not isinstance(path, (str, os.PathLike)) or not text:
-        raise ValueError(f"Expected path to be a folder name, got {path!r}")
-    folder = Path(os.fspath(path)).expanduser()  # pyright: ignore[reportUnknownArgumentType]
-    if folder.exists() and not folder.is_dir():
-        raise BankError(f"Expected a folder, got the file {str(folder)!r}; choose another path")
-    return folder
-
-
-def new_folder(path: str | os.PathLike[str]) -> Path:
-    """Make the folder of a bank that is to be; refuse one that holds a bank."""
-    folder = _checked_folder(path)
-    if (folder / JOURNAL_NAME).exists():
-        raise BankError(
-            f"Expected a folder without a bank, got {str(folder)!r}; choose another or remove it"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def _shut(

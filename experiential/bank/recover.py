@@ -27,6 +27,11 @@ _KEYS = {"commits": (0,), "versions": (0, 1, 2)}
 """Columns that tell the rows of a table apart; the first two where it is not named here."""
 _OF_THE_FOLDER = ("bank", "chroma_home", "chroma_id", "store", "chroma")
 _NAMED = 5
+_EMPTY = """
+    SELECT id FROM commits WHERE cause IN ('add', 'update', 'approve', 'remove')
+    AND id NOT IN (SELECT commit_id FROM changes)
+    AND NOT EXISTS (SELECT 1 FROM commits WHERE cause = 'purge')"""
+"""Commits that changed entries, and of which no change is left."""
 _Rows = dict[tuple[Any, ...], Row]
 
 
@@ -84,7 +89,7 @@ def recover(
         to.mkdir(parents=True, exist_ok=True)
         journal = Journal.open(to)
         try:
-            lost = _put_back(journal, found)
+            lost = _put_back(journal, found, bad)
             states = {
                 one: _last_states(journal, one)
                 for one in {namespace, *(row.fields[0] for row in found["versions"].values())}
@@ -104,11 +109,9 @@ def recover(
             )
     for table in TABLES:
         if table not in ("versions", "meta"):
-            names = [*lost.get(table, ()), *(str(key[-1]) for key in bad[table])]
-            counted = {"journal": len(found[table]), "lost": len(names)}
-            report.append(
-                Recovered(namespace="", what=table, **counted, names=tuple(names[:_NAMED]))
-            )
+            counted = {"journal": len(found[table]), "lost": len(lost[table])}
+            names = tuple(lost[table][:_NAMED])
+            report.append(Recovered(namespace="", what=table, **counted, names=names))
     return report
 
 
@@ -136,7 +139,7 @@ def _rows(copy: Path) -> tuple[dict[str, _Rows], dict[str, set[tuple[Any, ...]]]
 
 def _key(row: Row) -> tuple[Any, ...]:
     if row.table == "changes":
-        return (row.rowid,)
+        return row.fields
     return tuple(row.fields[place] for place in _KEYS.get(row.table, (0, 1)))
 
 
@@ -165,6 +168,9 @@ def _read(connection: sqlite3.Connection, table: str) -> tuple[list[tuple[Row, b
 
 def _is_record(row: Row) -> bool:
     """Return whether a row of before there were checksums can be what was written."""
+    named = zip(TABLES[row.table], row.fields, strict=True)
+    if not all(isinstance(value, int) for name, value in named if name == "commit_id"):
+        return False
     if row.table in RECORDS:
         with suppress(ValueError, TypeError):
             read_record(RECORDS[row.table], row.fields[TABLES[row.table].index("record")])
@@ -177,7 +183,9 @@ def _is_record(row: Row) -> bool:
     return row.fields[0] is not None
 
 
-def _put_back(journal: Journal, found: dict[str, _Rows]) -> dict[str, list[str]]:
+def _put_back(
+    journal: Journal, found: dict[str, _Rows], bad: dict[str, set[tuple[Any, ...]]]
+) -> dict[str, list[str]]:
     """Write rows into a new journal; return the names of what is lost, as far as others tell."""
     kept = {
         table: [
@@ -190,15 +198,17 @@ def _put_back(journal: Journal, found: dict[str, _Rows]) -> dict[str, list[str]]
         for table, rows in found.items()
     }
     journal.restore(kept)
-    lost: dict[str, list[str]] = {}
+    lost = {table: [str(key[-1]) for key in keys] for table, keys in bad.items()}
     commits = {key[0] for key in found["commits"]}
     last = journal.value("SELECT COALESCE(MAX(id), 0) FROM commits")
     lost["commits"] = [str(id) for id in range(1, last + 1) if id not in commits]
-    known = {row[0] for row in journal.rows("SELECT seq FROM changes")}
-    lost["changes"] = [str(seq) for seq in range(1, max(known, default=0) + 1) if seq not in known]
+    # The journal wrote again the changes that made versions live; others took entries out.
+    whole = set(journal.rows("SELECT namespace, commit_id, id, version FROM changes"))
+    lost["changes"] = [f"{id!r} at commit {commit}" for _, commit, id, _ in bad["changes"] - whole]
+    lost["changes"] += [f"commit {row[0]}" for row in journal.rows(_EMPTY)]
     statement = "SELECT c.ref FROM commits c LEFT JOIN trajectories t ON t.namespace = c.namespace"
     statement += " AND t.id = c.ref WHERE c.cause = 'record' AND t.id IS NULL"
-    lost["trajectories"] = [row[0] for row in journal.rows(statement)]
+    lost["trajectories"] += [row[0] for row in journal.rows(statement)]
     return lost
 
 

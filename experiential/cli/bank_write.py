@@ -198,8 +198,7 @@ def backup(
             bank.backup(to)
     else:
         check_folder(Path(place))
-        from experiential.bank.folder import new_folder
-        from experiential.bank.storage.journal import Journal
+        from experiential.bank.storage.journal import Journal, new_folder
 
         journal = Journal.open_copy(Path(place))
         try:

@@ -20,7 +20,6 @@ import numpy as np
 
 from experiential.bank.consolidation import dedupe
 from experiential.bank.episode import Episode, EpisodeOptions
-from experiential.bank.folder import new_folder
 from experiential.bank.http import wire
 from experiential.bank.http.connection import PATIENCE, Connection
 from experiential.bank.http.limits import Limits
@@ -39,6 +38,7 @@ from experiential.bank.processes import Line
 from experiential.bank.protocol import Bank, Queue, TextEmbedder, View
 from experiential.bank.records import Duplicates, Judge
 from experiential.bank.search.where import Scope, Scored
+from experiential.bank.storage.journal import new_folder
 from experiential.bank.text import checked_text
 from experiential.bank.unmanaged import Unmanaged
 from experiential.errors import BankError, ReadOnlyBankError

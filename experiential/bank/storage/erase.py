@@ -179,8 +179,8 @@ def erase(journal: Journal, namespace: str, doomed: Doomed, author: str = "") ->
             statement = f"DELETE FROM {table} WHERE namespace = ? AND {column} {among}"
             journal.run(statement, namespace, ids)
         gone = json.dumps([*doomed.entries, *doomed.trajectories])
-        unname = f"UPDATE commits SET ref = NULL, checksum = NULL WHERE namespace = ? AND ref {among}"
-        journal.run(unname, namespace, gone)
+        unname = "UPDATE commits SET ref = NULL, checksum = NULL WHERE namespace = ? AND ref"
+        journal.run(f"{unname} {among}", namespace, gone)
         for form in {form for text in doomed.texts for form in written_forms(text)}:
             for statement in (
                 "UPDATE commits SET ref = NULL, checksum = NULL"

@@ -132,7 +132,7 @@ class Journal:
         """
         file = folder / JOURNAL_NAME
         if not file.is_file() or not file.stat().st_size:
-            _check_new(folder)
+            refuse_lost(folder)
         connection = _connect(file, folder)
         try:
             # A commit is on the disk before it is acknowledged, and outlives a power cut.
@@ -233,23 +233,34 @@ class Journal:
                     self._connection.execute("ROLLBACK")
 
     def restore(self, rows: Mapping[str, Iterable[Row]]) -> None:
-        """Write rows taken out of another journal into this one, which is new."""
+        """Write rows taken out of another journal into this one, which is new.
+
+        Positions of changes and queue items are given anew, in the order of the commits and of the
+        old positions, because no checksum of a row covers its position.
+        """
+        ordered = {table: sorted(held, key=_position) for table, held in rows.items()}
+        known = {row.fields for row in ordered["changes"]}
+        # Each version was made live by a change of its commit; a removal names its entry.
+        implied = [(row.fields[0], row.fields[3], *row.fields[1:3]) for row in ordered["versions"]]
+        for id, namespace, _, _, cause, ref in (row.fields for row in ordered["commits"]):
+            if cause == "remove" and ref is not None:
+                implied.append((namespace, id, ref, None))
+        ordered["changes"] += [Row("changes", None, row) for row in implied if row not in known]
+        ordered["changes"].sort(key=lambda row: row.fields[1])
         with self.transaction():
-            for table, held in rows.items():
-                columns = list(checksums.TABLES[table])
-                if numbered := table in ("changes", "queue"):
-                    columns = ["seq", *columns]
+            for table, held in ordered.items():
+                columns = checksums.TABLES[table]
                 statement = f"INSERT OR IGNORE INTO {table} ({', '.join(columns)})"
                 statement += f" VALUES ({', '.join('?' * len(columns))})"
-                for row in sorted(held, key=lambda row: row.rowid or 0):
-                    fields = (row.rowid, *row.fields) if numbered else row.fields
-                    self._connection.execute(statement, fields)
+                for row in held:
+                    self._connection.execute(statement, row.fields)
             checksums.restore(self._connection)
             checksums.seal(self._connection)
 
     def seal(self) -> None:
-        """Renew the checksums that are NULL and the chain, at the end of a transaction that
-        changed or deleted rows of the history on purpose.
+        """Renew the checksums that are NULL, and the chain.
+
+        To be called at the end of a transaction that changed or deleted rows of the history.
         """
         checksums.seal(self._connection)
 
@@ -292,6 +303,10 @@ class Journal:
                 self._connection.close()
 
 
+def _position(row: Row) -> tuple[bool, int]:
+    return row.rowid is None, row.rowid or 0
+
+
 def _explained(error: sqlite3.DatabaseError) -> Exception:
     """Return the error to raise for a failed write; errors of the disk are explained."""
     if type(error) not in (sqlite3.OperationalError, sqlite3.DatabaseError):
@@ -329,8 +344,8 @@ def unreadable(folder: Path, found: object) -> BankError:
     )
 
 
-def _check_new(folder: Path) -> None:
-    """Refuse to make a journal where one was: beside the id of a bank or a full index."""
+def refuse_lost(folder: Path) -> None:
+    """Raise BankError for a folder whose journal is gone: beside a bank's id or a full index."""
     beside = [name for name in (BANK_ID_NAME, *_INDEXES) if any(folder.glob(name))]
     if beside:
         state = "an empty one" if (folder / JOURNAL_NAME).is_file() else "none"
@@ -347,7 +362,7 @@ def _prepare(
         found = connection.execute("PRAGMA user_version").fetchone()[0]
         is_new = not connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone()
         if is_new:
-            _check_new(folder)
+            refuse_lost(folder)
         damage: list[Damage] = []
         if 0 < found < SCHEMA_VERSION:
             _make_tables(connection)  # an old journal may lack the newest tables
@@ -404,6 +419,33 @@ def _identify(connection: sqlite3.Connection, folder: Path) -> str:
     if beside and found[0] != beside:
         raise unreadable(folder, f"that of bank {found[0]}, where {BANK_ID_NAME} says {beside}")
     return found[0]
+
+
+def checked_folder(path: object) -> Path:
+    """Return a folder name as a path; refuse an address, a file, and any other value."""
+    if isinstance(path, str) and "://" in path:
+        raise BankError(
+            f"Expected a folder, got the address {path!r}; only ExperienceBank takes one, with"
+            " http:// or https://"
+        )
+    text = str(path)
+    if not isinstance(path, (str, os.PathLike)) or not text:
+        raise ValueError(f"Expected path to be a folder name, got {path!r}")
+    folder = Path(os.fspath(path)).expanduser()  # pyright: ignore[reportUnknownArgumentType]
+    if folder.exists() and not folder.is_dir():
+        raise BankError(f"Expected a folder, got the file {str(folder)!r}; choose another path")
+    return folder
+
+
+def new_folder(path: str | os.PathLike[str]) -> Path:
+    """Make the folder of a bank that is to be; refuse one that holds a bank."""
+    folder = checked_folder(path)
+    if (folder / JOURNAL_NAME).exists():
+        raise BankError(
+            f"Expected a folder without a bank, got {str(folder)!r}; choose another or remove it"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def copy_stable(source: Path, target: Path) -> None:
