@@ -113,6 +113,52 @@ def test_purge_leaves_no_byte_of_the_text_and_says_only_that_it_was(
     assert code == 0, out
 
 
+def altered(folder: Path, statement: str) -> None:
+    """Change a journal behind the library's back."""
+    with sqlite3.connect(folder / JOURNAL_NAME) as connection:
+        connection.execute(statement)
+    connection.close()
+
+
+@pytest.mark.parametrize("how", ["id", "text", "instance", "task", "compact"])
+def test_the_checksums_of_a_journal_hold_after_rows_were_erased(
+    folder: Path, run: Run, how: str, tmp_path: Path
+) -> None:
+    ids = taught(folder)
+    with xp.ExperienceBank(folder, namespace="other", embedder="hashing") as bank:
+        bank.add("Elsewhere.")
+        bank.record(xp.Trajectory(task="t", turns=(xp.Turn(observation="o", action="a"),)))
+    with xp.ExperienceBank(folder) as bank:
+        bank.record(xp.Trajectory(task="t", turns=(xp.Turn(observation="o", action="a"),)))
+    asked = {"id": [ids["entry"][:8]], "text": ["--text", SECRET], "task": ["--task", "dead"]}
+    asked |= {"instance": ["--instance", "safe#1"]}
+    done = ("compact", folder, "--older-than", 0)
+    assert run(*done if how == "compact" else ("purge", folder, *asked[how], "--yes"))[0] == 0
+    for namespace in ("default", "other"):
+        for options in ({"read_only": True}, {}):
+            with xp.ExperienceBank(folder, namespace=namespace, **options) as bank:
+                assert bank.damage == ()
+                known = {entry.id: entry.text for entry in bank}
+        assert known
+    code, said, error = run("recover", folder, "--to", tmp_path / "new", "--json")
+    assert code == 0, error
+    assert not any(row["lost"] for row in json.loads(said)), said
+    # ... and still tell of damage, to rows and to the chain
+    altered(folder, "UPDATE trajectories SET record = replace(record, 'task', 'tusk')")
+    altered(folder, "DELETE FROM changes WHERE seq = (SELECT MAX(seq) FROM changes)")
+    with xp.ExperienceBank(folder, read_only=True) as bank:
+        assert {one.table for one in bank.damage} == {"trajectories", "commits"}
+
+
+def test_damage_is_set_aside_before_rows_are_erased_and_not_sealed(folder: Path, run: Run) -> None:
+    ids = taught(folder)
+    altered(folder, "UPDATE versions SET record = replace(record, 'outward', 'inward')")
+    assert run("purge", folder, ids["entry"], "--yes")[0] == 0
+    with xp.ExperienceBank(folder) as bank:
+        assert bank.get(ids["kept"]) is None and bank.damage == ()
+    assert places(folder, "inward") == places(folder, SECRET) == 0
+
+
 def test_purge_of_one_entry_refuses_where_another_holds_its_text(folder: Path, run: Run) -> None:
     with xp.ExperienceBank(folder, embedder="hashing") as bank:
         short = bank.add("Go north.")
@@ -152,7 +198,7 @@ def test_the_proof_finds_what_lies_across_two_parts(
         ([], "got 0"),
         (["someid", "--task", "t"], "got 2"),
         (["--text", " "], "blank"),
-        (["nobody"], "nothing of the kind"),
+        (["nobody"], "Expected the id of an entry"),
         (["--text", "nowhere"], "nothing of the kind"),
     ],
 )
@@ -239,7 +285,7 @@ def test_entries_are_added_edited_and_retired_by_hand(
     assert code == 0, error
     id = json.loads(out)[0]["id"]
     monkeypatch.setattr("sys.stdin", io.StringIO("From stdin."))
-    assert run("edit", folder, id, "-")[0] == 0
+    assert run("edit", folder, id[:8], "-")[0] == 0
     with xp.ExperienceBank(folder, read_only=True) as bank:
         [entry] = bank
         assert (entry.text, entry.task, entry.version) == ("From stdin.", "t", 2)

@@ -207,7 +207,7 @@ def _put_back(
     lost["changes"] = [f"{id!r} at commit {commit}" for _, commit, id, _ in bad["changes"] - whole]
     lost["changes"] += [f"commit {row[0]}" for row in journal.rows(_EMPTY)]
     statement = "SELECT c.ref FROM commits c LEFT JOIN trajectories t ON t.namespace = c.namespace"
-    statement += " AND t.id = c.ref WHERE c.cause = 'record' AND t.id IS NULL"
+    statement += " AND t.id = c.ref WHERE c.cause = 'record' AND c.ref IS NOT NULL AND t.id IS NULL"
     lost["trajectories"] += [row[0] for row in journal.rows(statement)]
     return lost
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,8 +23,11 @@ from experiential.cli.bank import (
 from experiential.cli.options import AsJson, Embedder, Namespace
 from experiential.cli.rows import printable, show_json, show_pairs, show_rows
 from experiential.errors import BankError, ConfigError
+from experiential.ids import whole_id
+from experiential.types import Experience
 
 if TYPE_CHECKING:
+    from experiential.bank.protocol import Bank
     from experiential.bank.storage.erase import Doomed
     from experiential.bank.storage.journal import Journal
 
@@ -51,34 +55,38 @@ def add(
 
 def edit(
     place: Place,
-    id: Annotated[str, Argument(help="Id of an entry.")],
+    id: Annotated[str, Argument(help="Id of an entry, or its first digits.")],
     text: Text,
     namespace: Namespace = "default",
     as_json: AsJson = False,
 ) -> None:
     """Write the next version of an entry; its history keeps the old one."""
     with opened_at(place, namespace, write=True) as bank:
-        entry = bank.update(id, _read(text))
+        [known] = _entries(bank, [id], place)
+        entry = bank.update(known.id, _read(text))
     show_rows([summary_row(entry)], as_json)
 
 
 def retire(
     place: Place,
-    ids: Annotated[list[str], Argument(help="Ids of entries.")],
+    ids: Annotated[list[str], Argument(help="Ids of entries, or their first digits.")],
     namespace: Namespace = "default",
     as_json: AsJson = False,
 ) -> None:
     """Take entries out, so that no search finds them; `rollback` brings them back."""
     with opened_at(place, namespace, write=True) as bank:
-        entries = [bank.get(id) for id in ids]
-        if unknown := [id for id, entry in zip(ids, entries, strict=True) if entry is None]:
-            raise ConfigError(
-                f"Expected ids of entries, got {', '.join(unknown)}; see: experiential bank ls"
-                f" {place}"
-            )
-        for id in dict.fromkeys(ids):
-            bank.remove(id)
-    show_rows([summary_row(entry) for entry in entries if entry is not None], as_json)
+        entries = _entries(bank, ids, place)
+        for entry in entries:
+            bank.remove(entry.id)
+    show_rows([summary_row(entry) for entry in entries], as_json)
+
+
+def _entries(bank: Bank, given: Sequence[str], place: str) -> list[Experience]:
+    """Return the entries with these ids, in full or by their first digits, each once."""
+    known = {entry.id: entry for entry in bank.entries()}
+    wanted, see = f"the id of an entry of {place}", f"experiential bank ls {place}"
+    ids = dict.fromkeys(whole_id(id, known, wanted, see) for id in given)
+    return [known[id] for id in ids]
 
 
 def _read(text: str) -> str:
@@ -87,7 +95,7 @@ def _read(text: str) -> str:
 
 def purge(
     folder: Folder,
-    id: Annotated[str | None, Argument(help="Id of an entry.")] = None,
+    id: Annotated[str | None, Argument(help="Id of an entry, or its first digits.")] = None,
     task: Annotated[str | None, Option(help="Instead: all of this task.")] = None,
     instance: Annotated[str | None, Option(help="Instead: all of this task instance.")] = None,
     text: Annotated[
@@ -119,6 +127,10 @@ def purge(
     from experiential.bank.storage import erase
 
     with erase.exclusive(folder) as journal:
+        if id is not None:
+            wanted_id, see = f"the id of an entry of {folder}", f"experiential bank ls {folder}"
+            known = erase.entries(journal, namespace)
+            given["id"] = whole_id(id, known, wanted_id, see)
         try:
             doomed = erase.find(journal, namespace, **given)
         except BankError as error:

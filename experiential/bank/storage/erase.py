@@ -59,6 +59,12 @@ def namespaces(journal: Journal) -> list[str]:
     return [row[0] for row in journal.rows("SELECT DISTINCT namespace FROM commits ORDER BY 1")]
 
 
+def entries(journal: Journal, namespace: str) -> list[str]:
+    """Return the ids of the entries that a namespace has or had."""
+    statement = "SELECT DISTINCT id FROM versions WHERE namespace = ?"
+    return [row[0] for row in journal.rows(statement, namespace)]
+
+
 @contextmanager
 def exclusive(folder: Path) -> Generator[Journal]:
     """Open the journal of a folder that no other process writes."""
