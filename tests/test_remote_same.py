@@ -32,6 +32,7 @@ NOT_OVER_HTTP = {
     "fork": "a journal is copied where it is; export() and import_() carry entries",
     "rebuild": "the index is the server's: experiential bank rebuild",
     "flush_index": "the index is the server's",
+    "damage": "what was found when a folder was opened",
     "ids": "for the short ids of listings, which read a folder",
     "episodes": "for `experiential episodes` and `ui`, which read a folder",
     "used_in": "for `experiential episodes` and `ui`, which read a folder",
