@@ -60,13 +60,14 @@ def shown() -> list[tuple[str, str]]:
 
 
 def likened(text: str, ids: dict[str, str]) -> list[str]:
-    """The lines of an output without what differs from run to run: ids, times and the widths of
-    columns.
+    """The lines of an output without what differs from run to run: ids, times, sizes of files and
+    the widths of columns.
     """
     text = text.replace(KEY, f"{KEY[:8]}…")
     for real, short in ids.items():
         text = text.replace(real, f"{short}…").replace(real[:8], short)
     text = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "TIME", text)
+    text = re.sub(r"bytes read +\d+", "bytes read N", text)
     return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
 
 
