@@ -249,7 +249,7 @@ def test_a_scrambled_database_of_chroma_is_set_aside_and_made_again(
 def test_recover_on_the_command_line(run: Run, folder: Path, tmp_path: Path) -> None:
     file = folder / "journal.sqlite"
     file.write_bytes(bytes(4096) + file.read_bytes()[4096:])
-    code, said, error = run("ls", folder)
+    code, _, error = run("ls", folder)
     assert code in (1, 2) and "experiential bank recover" in error and error.count("\n") == 1
     assert run("recover", folder, "--to", tmp_path / "new", "--embedder", "hashing")[0] == 0
     assert run("ls", tmp_path / "new", "--json")[1].count('"text": "lesson') == 4
