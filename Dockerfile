@@ -1,7 +1,7 @@
 # experiential on a CPU, as an ordinary user:
 #   docker build --tag experiential .
 #   docker run --rm --volume "$PWD/runs:/work/runs" experiential experiential-train --recipe complementary
-# A bank that other machines may open (the token is not optional there):
+# A bank that other machines may open (a random token is printed where none is set):
 #   docker run --env EXPERIENTIAL_TOKEN --publish 8321:8321 --volume "$PWD/bank:/work/bank" \
 #     experiential experiential serve bank --host 0.0.0.0
 FROM python:3.12-slim-bookworm AS build
