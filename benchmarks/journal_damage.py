@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import random
 import shutil
 import time
@@ -25,20 +26,23 @@ from typing import Any
 
 import experiential as xp
 from experiential.bank.folder import FolderBank
+from experiential.bank.index.embed import HashingEmbedder
 from experiential.bank.recover import recover
 from experiential.bank.storage.checksums import TABLES
 from experiential.bank.storage.journal import BANK_ID_NAME, JOURNAL_NAME
 from experiential.errors import BankError
 
 RESULT = Path(__file__).parent / "results" / "journal_damage.json"
+HASHING = HashingEmbedder()
+"""An object, since a name is looked for among the installed packages at each opening."""
 KINDS = ("flip", "zero", "cut")
 _NEAR = 128
 """Bytes of an entry's row before its record and after its vector."""
 
 
-def make_bank(folder: Path, entries: int = 60) -> None:
+def make_bank(folder: Path, entries: int) -> None:
     """Write a bank that has rows in every table, removed entries, and a second namespace."""
-    with FolderBank(folder, embedder="hashing", store="exact") as bank:
+    with FolderBank(folder, embedder=HASHING, store="exact") as bank:
         for number in range(entries):
             entry = bank.add(f"Lesson {number}: door {number * 7919} needs key {number}.", task="t")
             if number % 6 == 1:
@@ -56,7 +60,7 @@ def make_bank(folder: Path, entries: int = 60) -> None:
                 bank.apply(written, trajectory=done, shown=[], item=done.id if number % 2 else None)
         with bank.receipts.noting("key", "digest"):
             bank.add("The last one.")
-    with FolderBank(folder, namespace="second", embedder="hashing", store="exact") as bank:
+    with FolderBank(folder, namespace="second", embedder=HASHING, store="exact") as bank:
         bank.add("Elsewhere.")
 
 
@@ -121,20 +125,25 @@ def opened(
 
 
 def run(
-    trials: int, seed: int = 0, keep: Path | None = None, progress: Callable[[str], Any] = len
+    trials: int,
+    seed: int = 0,
+    entries: int = 30,
+    keep: Path | None = None,
+    progress: Callable[[str], Any] = len,
 ) -> dict[str, Any]:
     """Return the counts of what became of ``trials`` damages.
 
     Args:
         trials: each opens the bank read-only, then for writing, and recovers it where entries lack.
         seed: of the damages.
+        entries: added to the bank; those that are updated, removed and distilled come on top.
         keep: folder for journals that opened silently wrong, or lost an entry.
         progress: called with a line after each thousandth part.
     """
     draw, counts, cpu = random.Random(seed), Counter[str](), time.process_time()
     with TemporaryDirectory(prefix="experiential-damage-") as scratch:
         home = Path(scratch)
-        make_bank(home / "whole")
+        make_bank(home / "whole", entries)
         raw = (home / "whole" / JOURNAL_NAME).read_bytes()
         with FolderBank(home / "whole", read_only=True) as bank:
             known = state(bank)
@@ -146,6 +155,7 @@ def run(
             folder.mkdir()
             shutil.copyfile(home / "whole" / BANK_ID_NAME, folder / BANK_ID_NAME)
             (folder / JOURNAL_NAME).write_bytes(data)
+            os.utime(folder / JOURNAL_NAME, (0, 0))  # a reader waits beside a file of right now
 
         for trial in range(trials):
             kind, data, start, end = damage(raw, draw)
@@ -165,10 +175,10 @@ def run(
                 shutil.rmtree(new, ignore_errors=True)
                 try:
                     recover(folder, new)
-                    with FolderBank(new, embedder="hashing", read_only=True) as bank:
+                    with FolderBank(new, embedder=HASHING, read_only=True) as bank:
                         got = {entry.id: entry.text for entry in bank.entries()}
-                except BankError as failed:
-                    counts[f"recover failed: {str(failed)[:60]}"] += 1
+                except Exception as failed:  # noqa: BLE001  (what is counted)
+                    counts[f"recover failed: {type(failed).__name__} {failed}"[:80]] += 1
                     got = {}
                 lacking = {id for id in intact if got.get(id, "") != texts[id]}
             written, after, _ = opened(folder, known, read_only=False)
@@ -186,7 +196,8 @@ def run(
             if (trial + 1) % max(1, trials // 1000) == 0:
                 progress(f"{trial + 1} of {trials}: {json.dumps(+counts, sort_keys=True)}")
     lost = {"undamaged entries lost": counts["undamaged entries lost"]}
-    figures = {"trials": trials, "seed": seed, "bytes": len(raw), **dict(sorted((+counts).items()))}
+    made = {"trials": trials, "seed": seed, "entries": entries, "bytes": len(raw)}
+    figures = made | dict(sorted((+counts).items()))
     return figures | lost | {"cpu_seconds": round(time.process_time() - cpu, 1)}
 
 
@@ -195,11 +206,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--entries", type=int, default=30, help="added to the bank")
     parser.add_argument("--keep", type=Path, help="folder for journals that opened silently wrong")
     parser.add_argument("--results", type=Path, default=RESULT)
     options = parser.parse_args()
     logging.getLogger("experiential").setLevel(logging.ERROR)
-    found = run(options.trials, options.seed, options.keep, partial(print, flush=True))
+    chosen = (options.trials, options.seed, options.entries, options.keep)
+    found = run(*chosen, partial(print, flush=True))
     print(json.dumps(found, indent=1))
     options.results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

@@ -143,6 +143,23 @@ def test_a_journal_without_its_first_page_is_refused_in_one_line_and_recovered(
         recover(folder, tmp_path / "new")
 
 
+@pytest.mark.parametrize("part", [b"origins TEXT", b"TABLE versions", b"meta (name"])
+def test_a_schema_that_is_no_text_is_refused_in_one_line_and_recovered(
+    tmp_path: Path, folder: Path, part: bytes
+) -> None:
+    file = folder / "journal.sqlite"
+    raw = file.read_bytes()
+    assert raw.count(part) == 1
+    file.write_bytes(raw.replace(part, b"\xf5" + part[1:]))
+    for options in ({}, {"read_only": True}):
+        with pytest.raises(BankError, match="experiential bank recover") as refused:
+            xp.ExperienceBank(folder, **options)
+        assert "\n" not in str(refused.value)
+    recover(folder, tmp_path / "new", embedder="hashing")
+    with xp.ExperienceBank(tmp_path / "new", embedder="hashing") as bank:
+        assert {entry.text for entry in bank} == {f"lesson {number}" for number in range(4)}
+
+
 @pytest.mark.parametrize("is_page_lost", [True, False])
 def test_changes_whose_positions_are_lost_are_put_back_in_order(
     tmp_path: Path, is_page_lost: bool

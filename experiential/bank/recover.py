@@ -16,7 +16,14 @@ from experiential.bank.index.follower import Replica
 from experiential.bank.index.site import CHROMA, folder_site
 from experiential.bank.index.store import IndexLostError
 from experiential.bank.storage import bundle, pages
-from experiential.bank.storage.checksums import RECORDS, TABLES, Row, checksum, read_all_text
+from experiential.bank.storage.checksums import (
+    RECORDS,
+    TABLES,
+    UNREADABLE,
+    Row,
+    checksum,
+    read_all_text,
+)
 from experiential.bank.storage.journal import JOURNAL_NAME, Journal, copy_stable
 from experiential.errors import BankError
 from experiential.types import Experience, Record, read_record
@@ -123,7 +130,7 @@ def _rows(copy: Path) -> tuple[dict[str, _Rows], dict[str, set[tuple[Any, ...]]]
         if known is None or (row.rowid or 0) > (known.rowid or 0):
             found[row.table][key] = row
     bad: dict[str, set[tuple[Any, ...]]] = {table: set() for table in TABLES}
-    with suppress(sqlite3.DatabaseError), closing(sqlite3.connect(copy)) as connection:
+    with suppress(*UNREADABLE), closing(sqlite3.connect(copy)) as connection:
         read_all_text(connection)
         for table in TABLES:
             read, is_whole = _read(connection, table)
@@ -161,7 +168,7 @@ def _read(connection: sqlite3.Connection, table: str) -> tuple[list[tuple[Row, b
                     is_good = _is_record(row)
                 read[rowid] = row, is_good
             break
-        except sqlite3.DatabaseError:
+        except UNREADABLE:
             is_whole = False
     return [read[rowid] for rowid in sorted(read)], is_whole
 

@@ -42,6 +42,8 @@ RECORDS: dict[str, type[Record]] = {
     "trajectories": Trajectory,
     "uses": Use,
 }
+UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
+"""What is raised for a journal that SQLite cannot read: its messages may quote damaged bytes."""
 SIZE = 16
 _INDEX_ONLY = ("missing from index", "wrong # of entries in index", "non-unique entry in index")
 STAND_IN = ("unknown", "damaged")
@@ -194,7 +196,7 @@ def check(connection: sqlite3.Connection) -> list[Damage]:
         connection: to a journal of the current schema, inside a transaction.
 
     Raises:
-        sqlite3.DatabaseError: SQLite cannot read the journal.
+        sqlite3.DatabaseError, UnicodeDecodeError: SQLite cannot read the journal, see `UNREADABLE`.
     """
     found = _mend_indexes(connection)
     bad = [one for table in TABLES for one in _bad_rows(connection, table)]

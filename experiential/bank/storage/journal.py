@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from experiential.bank.storage import checksums
-from experiential.bank.storage.checksums import Damage, Row
+from experiential.bank.storage.checksums import UNREADABLE, Damage, Row
 from experiential.errors import BankError
 from experiential.types import new_id
 
@@ -141,7 +141,7 @@ class Journal:
             damage = _prepare(connection, folder, check=check)
         except BaseException as error:
             connection.close()
-            if isinstance(error, sqlite3.DatabaseError):
+            if isinstance(error, UNREADABLE):
                 raise unreadable(folder, error) from error
             raise
         return cls(connection, damage)
@@ -169,7 +169,7 @@ class Journal:
                 connection.execute("PRAGMA query_only=ON")
             except BaseException as error:
                 connection.close()
-                if isinstance(error, sqlite3.DatabaseError):
+                if isinstance(error, UNREADABLE):
                     raise unreadable(folder, error) from error
                 raise
         return cls(connection, damage)
@@ -322,14 +322,15 @@ def _connect(file: Path, folder: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(file, timeout=30.0, isolation_level=None, check_same_thread=False)
     try:
         found = connection.execute("PRAGMA user_version").fetchone()[0]
-    except sqlite3.DatabaseError as error:
+    except UNREADABLE as error:
         connection.close()
         raise unreadable(folder, error) from error
     if found > SCHEMA_VERSION:
         connection.close()
         raise BankError(
             f"Expected a journal of schema {SCHEMA_VERSION} or older, got {found}; update"
-            " experiential-rl"
+            " experiential-rl, or where no later version wrote it: experiential bank recover"
+            f" {shlex.quote(str(folder))} --to NEW"
         )
     checksums.provide(connection)
     return connection
