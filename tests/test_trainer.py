@@ -342,6 +342,12 @@ def test_resume_needs_a_checkpoint_and_an_unlocked_bank(tmp_path: Path) -> None:
                 runtimes=policies(),
             ).run()
         assert len(bank) == entries
+    # A kill while the bank is put back leaves a part of it.
+    (tmp_path / "bank" / "journal.sqlite").unlink()
+    again = experiment("complementary", "run.steps=3", "eval.before=false", "eval.after=false")
+    Trainer(again, tmp_path, resume=True, runtimes=policies()).run()
+    with ExperienceBank(tmp_path / "bank") as bank:
+        assert not bank.damage
 
 
 @pytest.mark.slow

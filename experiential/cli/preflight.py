@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from experiential.agents.extractor import EXTRACTORS
-from experiential.bank.folder import FolderBank
 from experiential.bank.index.embed import resolve_embedder
 from experiential.bank.index.site import checked_store
 from experiential.bank.options import bank_settings
 from experiential.bank.search.strategies import STRATEGIES
+from experiential.bank.storage.lock import WriterLock
 from experiential.cli.trackers import TRACKERS
 from experiential.config import Experiment, ModelSettings
 from experiential.errors import CheckpointError, ConfigError, MissingExtraError, ModelNotFoundError
@@ -184,8 +184,8 @@ def prepare_output(output: Path, *, resume: bool, overwrite: bool) -> bool:
                 f"Expected an output folder without a run, got {output}; use --resume, --overwrite"
                 " or another --output"
             )
-        if (output / "bank" / "journal.sqlite").is_file():
-            FolderBank(output / "bank").close()  # refused while another process writes it
+        if (output / "bank").is_dir():  # refused while another process writes it
+            WriterLock(output / "bank", "default").release()
         for path in (output / name for name in RUN_CONTENTS):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

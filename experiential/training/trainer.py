@@ -21,6 +21,7 @@ from experiential.bank.folder import FolderBank
 from experiential.bank.manager import ExperienceManager
 from experiential.bank.manager_like import NoBank
 from experiential.bank.protocol import Bank, ForkableBank
+from experiential.bank.storage.lock import WriterLock
 from experiential.config import Experiment
 from experiential.errors import BudgetError, CheckpointError, ExperientialError
 from experiential.evaluation.arms import NEEDS_BANK
@@ -255,7 +256,8 @@ class Trainer:
         folder = self.output / "bank"
         if self._restored is not None:
             if folder.exists():
-                FolderBank(folder).close()  # refused while another process writes it
+                # Refused while another process writes it; its journal may be damaged or gone.
+                WriterLock(folder, "default").release()
                 shutil.rmtree(folder)
             shutil.copytree(self._restored[0] / "bank", folder)
         elif settings.bank.path is not None:
