@@ -3,10 +3,12 @@ point or by its parent's hand.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import random
 import signal
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -147,7 +149,8 @@ class Writer:
     def say_written(self, entries):
         self.say("written", entries=[[entry.id, entry.version, entry.text] for entry in entries])
 
-    def run(self):
+    def run(self, steps=None):
+        """Act until this process is killed, or so many times."""
         actions = [
             self.add,
             self.add,
@@ -160,6 +163,8 @@ class Writer:
         ]
         actions += [
             self.merge,
+            self.dedupe,
+            self.evict,
             self.rollback,
             self.rebuild,
             self.follow,
@@ -170,7 +175,7 @@ class Writer:
             self.bulk,
         ]
         self.say("open")
-        while True:
+        for _ in itertools.count() if steps is None else range(steps):
             self.rng.choice(actions)()
             self.say_state()
 
@@ -228,6 +233,12 @@ class Writer:
             asked = made(Merge(entries=(1, 2), text=self.text()), Discard(entry=3))
             self.say_written(self.bank.consolidate(asked, shown=shown))
 
+    def dedupe(self):
+        self.bank.deduplicate(threshold=0.6)
+
+    def evict(self):
+        self.bank.evict(max(1, len(self.bank) - 2), self.rng.choice(["utility", "random"]))
+
     def rollback(self):
         commits = self.bank.commits()[-5:]
         if commits:
@@ -272,3 +283,15 @@ def write(folder, seed, pipe, point, count):
     if point is not None:
         Fuse(point, count).watch(writer.bank)
     writer.run()
+
+
+def main():
+    """Act a number of times on a bank, promises going to the standard output; then close it."""
+    folder, seed, steps = sys.argv[1:]
+    writer = Writer(folder, int(seed), lambda line: os.write(1, line.encode()))
+    writer.run(int(steps))
+    writer.bank.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -69,6 +69,7 @@ from experiential.bank.storage.journal import (
     JOURNAL_NAME,
     Journal,
     checked_folder,
+    make_folder,
     new_folder,
     refuse_lost,
 )
@@ -173,7 +174,7 @@ class FolderBank(StateReader, Bank, Shared):
                 " write one first"
             )
         if not read_only:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path)
         lock = None if read_only else WriterLock(self.path, self.namespace)
         with ExitStack() as undo:  # what was opened is closed again when a later part fails
             if lock is not None:

@@ -24,7 +24,7 @@ from experiential.bank.storage.checksums import (
     checksum,
     read_all_text,
 )
-from experiential.bank.storage.journal import JOURNAL_NAME, Journal, copy_stable
+from experiential.bank.storage.journal import JOURNAL_NAME, Journal, copy_stable, make_folder
 from experiential.errors import BankError
 from experiential.types import Experience, Record, read_record
 
@@ -93,7 +93,7 @@ def recover(
         if (folder / JOURNAL_NAME).is_file():
             copy_stable(folder / JOURNAL_NAME, copy)
         found, bad = _rows(copy)
-        to.mkdir(parents=True, exist_ok=True)
+        make_folder(to)
         journal = Journal.open(to)
         try:
             lost = _put_back(journal, found, bad)

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -289,11 +289,7 @@ class Journal:
         except sqlite3.DatabaseError as error:
             raise _explained(error) from error
         os.replace(part, folder / JOURNAL_NAME)
-        descriptor = os.open(folder, os.O_RDONLY)  # the new name is to survive a power cut
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _keep_names(folder)
 
     def close(self) -> None:
         """Close the connection and fold the write-ahead log into the file."""
@@ -305,6 +301,24 @@ class Journal:
 
 def _position(row: Row) -> tuple[bool, int]:
     return row.rowid is None, row.rowid or 0
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of a bank; until a journal is in it, make its name outlive a power cut."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / JOURNAL_NAME).exists():  # from then on SQLite keeps the names inside
+        for above in folder.resolve().parents:
+            with suppress(OSError):  # a folder that may not be read was not made just now
+                _keep_names(above)
+
+
+def _keep_names(folder: Path) -> None:
+    """Make the names in a folder outlive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _explained(error: sqlite3.DatabaseError) -> Exception:
@@ -445,7 +459,7 @@ def new_folder(path: str | os.PathLike[str]) -> Path:
         raise BankError(
             f"Expected a folder without a bank, got {str(folder)!r}; choose another or remove it"
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     return folder
 
 

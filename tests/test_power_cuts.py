@@ -1,0 +1,150 @@
+"""What a disk holds after a power cut, and a bank that loses nothing acknowledged by one."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.power_cuts import run
+from benchmarks.power_disk import (
+    FATES,
+    Change,
+    Disk,
+    File,
+    Folder,
+    Recording,
+    Rename,
+    Resize,
+    Said,
+    Sync,
+    Write,
+    put,
+    record,
+)
+from experiential.errors import ConfigError
+
+SQLITE = """
+import os, sqlite3, sys
+journal = sqlite3.connect(sys.argv[1] + "/journal.sqlite", isolation_level=None)
+journal.execute("PRAGMA journal_mode=WAL")
+journal.execute(f"PRAGMA synchronous={sys.argv[2]}")
+journal.execute("CREATE TABLE lessons (number INTEGER)")
+for number in range(40):
+    journal.execute("INSERT INTO lessons VALUES (?)", (number,))
+    os.write(1, b"%d" % number)
+"""
+
+
+@pytest.fixture
+def strace(tmp_path: Path) -> None:
+    """Skip where nothing can be recorded."""
+    (tmp_path / "nothing").mkdir()
+    try:
+        record([sys.executable, "-c", ""], tmp_path / "nothing", tmp_path)
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+def left(
+    changes: list[Change], *, root: Folder | None = None, ordered: bool = True, lying: bool = False
+) -> list[dict[str, bytes | None]]:
+    """What many cuts after the last of these changes leave."""
+    disk = Disk(Recording(root or Folder(), changes), ordered=ordered, lying=lying)
+    disk.advance(len(changes))
+    return [disk.left(random.Random(seed), fate) for seed in range(60) for fate in FATES]
+
+
+def test_what_was_synced_is_always_there_and_the_rest_torn_at_sectors() -> None:
+    file = File(b"a" * 2048, 2048)
+    root = Folder({"file": file})
+    changes = [Write(file, 0, b"b" * 512), Sync(file, 1), Write(file, 0, b"c" * 1100)]
+    seen = {found["file"] for found in left(changes, root=root)}
+    old, new = b"b" * 512 + b"a" * 1536, b"c" * 1100 + b"a" * 948
+    assert {old, new} < seen
+    assert old[:512] + new[512:1024] + old[1024:] in seen, "sectors are not kept one by one"
+    for content in seen:
+        assert content is not None and len(content) == 2048
+        for start in range(0, 2048, 512):
+            part = slice(start, start + 512)
+            assert content[part] in (old[part], new[part])
+    assert b"a" * 2048 in {found["file"] for found in left(changes, root=root, lying=True)}
+
+
+def test_a_sync_covers_what_was_written_before_it_began() -> None:
+    file = File()
+    changes = [Rename(((root := Folder(), "file", file),)), Write(file, 0, b"early")]
+    changes += [Write(file, 5, b"late"), Sync(file, 2), Sync(root, 2)]
+    assert {found["file"][:5] for found in left(changes, root=root) if found["file"]} == {b"early"}
+    assert any(found["file"] == b"early" for found in left(changes, root=root))
+
+
+def test_a_longer_or_shorter_file_has_one_of_its_sizes() -> None:
+    file = File(b"x" * 1000, 1000)
+    changes: list[Change] = [Resize(file, 0), Write(file, 0, b"y" * 600), Write(file, 600, b"z")]
+    sizes = {len(found["file"] or b"") for found in left(changes, root=Folder({"file": file}))}
+    assert sizes == {1000, 0, 600, 601}
+
+
+def test_a_name_is_kept_by_the_sync_of_its_folder_or_of_anything_later() -> None:
+    root, below, file = Folder(), Folder(), File()
+    changes: list[Change] = [Rename(((root, "bank", below),)), Rename(((below, "file", file),))]
+    changes += [Write(file, 0, b"kept"), Sync(file, 3), Sync(below, 3)]
+    assert all(found == {"bank": None, "bank/file": b"kept"} for found in left(changes, root=root))
+    strict = left(changes, root=root, ordered=False)
+    assert {} in strict, "without a sync of the folder above, the whole folder may be gone"
+    strict = left([*changes, Sync(root, 5)], root=root, ordered=False)
+    assert all(found == {"bank": None, "bank/file": b"kept"} for found in strict)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_rename_happens_or_does_not(ordered: bool) -> None:
+    new, old = File(b"new", 3), File(b"old", 3)
+    root = Folder({"part": new, "file": old})
+    changes: list[Change] = [Rename(((root, "part", None), (root, "file", new)))]
+    seen = left(changes, root=root, ordered=ordered)
+    before, after = {"file": b"old", "part": b"new"}, {"file": b"new"}
+    assert before in seen and after in seen and all(one in (before, after) for one in seen)
+
+
+@pytest.mark.usefixtures("strace")
+@pytest.mark.parametrize(("synchronous", "is_safe"), [("FULL", True), ("OFF", False)])
+def test_sqlite_loses_what_it_acknowledged_only_if_it_does_not_sync(
+    tmp_path: Path, synchronous: str, is_safe: bool
+) -> None:
+    (home := tmp_path / "home").mkdir()
+    recording = record([sys.executable, "-c", SQLITE, str(home), synchronous], home, tmp_path)
+    assert sum(isinstance(change, Said) for change in recording.changes) == 40
+    assert any(isinstance(change, Sync) for change in recording.changes)
+    disk, draw, told, lost = Disk(recording, ordered=False), random.Random(0), list[str](), 0
+    for number, at in enumerate(range(0, len(recording.changes), 5)):
+        told += disk.advance(at)
+        put(disk.left(draw, draw.choice(FATES)), image := tmp_path / str(number))
+        try:
+            journal = sqlite3.connect(image / "journal.sqlite")
+            rows = [row for (row,) in journal.execute("SELECT number FROM lessons ORDER BY number")]
+            journal.close()
+        except sqlite3.DatabaseError:
+            rows = []
+        lost += rows != list(range(len(rows))) or len(rows) < len(told)
+    assert (lost == 0) == is_safe
+
+
+@pytest.mark.usefixtures("strace")
+def test_a_command_that_fails_is_named(tmp_path: Path) -> None:
+    (home := tmp_path / "home").mkdir()
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        record([sys.executable, "-c", "1 / 0"], home, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("strace")
+def test_power_cuts_lose_nothing_acknowledged_of_a_bank(tmp_path: Path) -> None:
+    found = run(100, seed=7, keep=tmp_path)
+    assert found["faults"] == []
+    assert found["counts"]["whole"] == found["counts"]["cuts"] == 100
+    assert found["counts"]["syncs"] > 0 < found["counts"]["promises"]
+    assert found["control"]["whole"] < found["control"]["cuts"], "lost syncs lost nothing"
