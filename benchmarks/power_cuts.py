@@ -40,7 +40,7 @@ from benchmarks.power_disk import FATES, Disk, Recording, Said, Sync, Write, put
 from experiential.bank.folder import FolderBank
 from experiential.bank.storage.checkup import examine
 from experiential.bank.storage.journal import JOURNAL_NAME
-from experiential.errors import ConfigError
+from experiential.errors import BankError, ConfigError
 from experiential.types import Experience
 
 CUTS_OF_A_WRITER = 50
@@ -99,8 +99,11 @@ def faults(home: Path, promises: Promises, final: Path, whole: FolderBank) -> li
     """
     folder, found = home / "bank", list[str]()
     try:
-        if promises.is_open:
+        try:
             FolderBank(folder, read_only=True).close()
+        except BankError:
+            if promises.is_open:
+                raise
         with FolderBank(folder, embedder="hashing") as bank:
             found += [*broken_promises(bank, promises), *differences(bank, whole)]
             bank.flush_index()
@@ -182,11 +185,20 @@ def cut(
     ordered: bool = True,
     lying: bool = False,
 ) -> Iterator[Cut]:
-    """Yield so many cuts, in order of time: half just after a promise, the others anywhere."""
-    anywhere = range(len(recording.changes) + 1)
-    after = [at + 1 for at in anywhere[:-1] if isinstance(recording.changes[at], Said)]
+    """Yield so many cuts, in order of time.
+
+    Half of them are just after a promise. Of a bank that is made, a fourth are before the first
+    promise. The others are anywhere.
+    """
+    end = len(recording.changes)
+    after = [at + 1 for at in range(end) if isinstance(recording.changes[at], Said)]
+    first = end if promises.is_open else after[0]
+    times = [
+        draw.choice(after) if number % 2 else draw.randrange(end if number % 4 else first)
+        for number in range(count)
+    ]
     disk, told = Disk(recording, ordered=ordered, lying=lying), deepcopy(promises)
-    for at in sorted(draw.choice(after if number % 2 else anywhere) for number in range(count)):
+    for at in sorted(times):
         for line in disk.advance(at):
             told.note(line)
         [fate] = draw.choices(FATES, weights=(2, 1, 1, 4))

@@ -61,7 +61,7 @@ def left(
 def test_what_was_synced_is_always_there_and_the_rest_torn_at_sectors() -> None:
     file = File(b"a" * 2048, 2048)
     root = Folder({"file": file})
-    changes = [Write(file, 0, b"b" * 512), Sync(file, 1), Write(file, 0, b"c" * 1100)]
+    changes: list[Change] = [Write(file, 0, b"b" * 512), Sync(file, 1), Write(file, 0, b"c" * 1100)]
     seen = {found["file"] for found in left(changes, root=root)}
     old, new = b"b" * 512 + b"a" * 1536, b"c" * 1100 + b"a" * 948
     assert {old, new} < seen
@@ -76,7 +76,7 @@ def test_what_was_synced_is_always_there_and_the_rest_torn_at_sectors() -> None:
 
 def test_a_sync_covers_what_was_written_before_it_began() -> None:
     file = File()
-    changes = [Rename(((root := Folder(), "file", file),)), Write(file, 0, b"early")]
+    changes: list[Change] = [Rename(((root := Folder(), "file", file),)), Write(file, 0, b"early")]
     changes += [Write(file, 5, b"late"), Sync(file, 2), Sync(root, 2)]
     assert {found["file"][:5] for found in left(changes, root=root) if found["file"]} == {b"early"}
     assert any(found["file"] == b"early" for found in left(changes, root=root))
