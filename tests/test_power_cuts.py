@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sqlite3
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from benchmarks.power_disk import (
     put,
     record,
 )
+from experiential import ExperienceBank
 from experiential.errors import ConfigError
 
 SQLITE = """
@@ -36,6 +38,16 @@ journal.execute("CREATE TABLE lessons (number INTEGER)")
 for number in range(40):
     journal.execute("INSERT INTO lessons VALUES (?)", (number,))
     os.write(1, b"%d" % number)
+"""
+
+BANK = """
+import os, sys
+from experiential import ExperienceBank
+bank = ExperienceBank(sys.argv[1] + "/new/bank", embedder="hashing", store="exact")
+bank.add("The red door needs the brass key.")
+os.write(1, b"added")
+bank.fork(sys.argv[1] + "/copies/fork").close()
+os.write(1, b"forked")
 """
 
 
@@ -131,6 +143,31 @@ def test_sqlite_loses_what_it_acknowledged_only_if_it_does_not_sync(
             rows = []
         lost += rows != list(range(len(rows))) or len(rows) < len(told)
     assert (lost == 0) == is_safe
+
+
+@pytest.mark.usefixtures("strace")
+def test_new_folders_of_a_bank_and_a_fork_are_kept_where_only_their_own_sync_does(
+    tmp_path: Path,
+) -> None:
+    (home := tmp_path / "home").mkdir()
+    recording = record([sys.executable, "-c", BANK, str(home)], home, tmp_path)
+    said = [at for at, change in enumerate(recording.changes) if isinstance(change, Said)]
+    disk = Disk(recording, ordered=False)
+    for name, at in zip(("new/bank", "copies/fork"), said, strict=True):
+        disk.advance(at + 1)
+        put(disk.left(random.Random(0), "nothing"), tmp_path / f"cut-{at}")
+        with ExperienceBank(tmp_path / f"cut-{at}" / name, read_only=True) as bank:
+            assert [entry.text for entry in bank] == ["The red door needs the brass key."]
+
+
+def test_a_journal_without_its_tables_is_an_empty_bank(tmp_path: Path) -> None:
+    """As a power cut while a bank is made leaves it."""
+    with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as journal:
+        journal.execute("PRAGMA journal_mode=WAL")
+    with ExperienceBank(tmp_path, embedder="hashing", read_only=True) as bank:
+        assert len(bank) == 0
+    with ExperienceBank(tmp_path, embedder="hashing", store="exact") as bank:
+        assert bank.add("written after the cut").version == 1
 
 
 @pytest.mark.usefixtures("strace")
