@@ -102,7 +102,7 @@ class EnvSettings(Settings):
     """Choose the environment, and its tasks for training and for evaluation."""
 
     id: str = "experiential/Vault-v0"
-    """a recipe file must say it, or extend an environment profile that does"""
+    """a recipe file must set it, or extend an environment profile that does"""
     kwargs: dict[str, Any] = {}
     """passed to gymnasium.make, in training and evaluation"""
     train: dict[str, Any] = {}
@@ -112,12 +112,12 @@ class EnvSettings(Settings):
     max_turns: PositiveInt = 30
     """turns after which an episode is truncated"""
     text: TextSettings | None = None
-    """for an environment that does not speak text; {} shows its values and numbers its actions"""
+    """wrapper of an environment without text; {} shows its values and numbers its actions"""
     reward_range: tuple[float, float] | None = None
     """rewards of a step outside it fail the episode, with the reason; None takes any finite one"""
     feedback: Literal["as_is", "shown", "hidden", "reflector"] = "as_is"
     """the comment on each move: as_is leaves it to the environment; shown puts it in every
-    observation, hidden in none; reflector shows it to the reflector alone, which is not fair"""
+    observation, hidden in none; reflector shows it to the reflector alone (no fair comparison)"""
     visits: PositiveInt = 1
     """training steps in a row that meet the same worlds, if the env lists worlds"""
     changes: tuple[WorldChange, ...] = ()
@@ -167,12 +167,12 @@ class ModelSettings(Settings):
     """tiny, smollm2, a folder in Hugging Face format (weights, or a LoRA adapter to be added to
     its base), a hub name, or the name at the server"""
     server: ServerSettings | None = None
-    """who answers in place of weights loaded here; needs runtime: frozen"""
+    """server that answers in place of weights loaded here; needs runtime: frozen"""
     generator: Literal["engine", "vllm"] = "engine"
-    """who generates from weights loaded here: this package's engine, or vLLM in the same process"""
+    """generates from weights loaded here: this package's engine, or vLLM in the same process"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """of weights that generate, and of frozen ones; auto: bfloat16 where it is faster; weights that
-    are trained have a float32 master copy"""
+    """precision of generating and frozen weights; auto: bfloat16 if it is faster; trained
+    weights keep a float32 master copy"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 ..."""
     lora: LoraSettings | None = None
@@ -181,7 +181,7 @@ class ModelSettings(Settings):
     """template set: full, brief, short (brief with answers under a schema), or auto (brief for the
     tiny model, else full)"""
     prefix_cache_gb: float | None = Field(default=None, ge=0)
-    """memory for key-value states kept for reuse; None takes a fifth of what is free"""
+    """memory for key-value states kept for reuse; None takes a fifth of the free memory"""
     threads: NonNegativeInt = 0
     """torch threads; 0 leaves torch's own choice"""
     gradient_checkpointing: bool = False
@@ -207,9 +207,9 @@ class ActorOptions(Options):
     keep_first: bool = True
     """keep the first observation when history drops turns"""
     advice: Advice = "system"
-    """in the system message, or behind the first observation"""
+    """in the system message, or after the first observation"""
     instruction: str = ""
-    """what the actor is told about the environment; not with the brief prompt set"""
+    """text about the environment for the actor; not with the brief prompt set"""
     system: str | None = None
     """system message in place of the prompt set's; None keeps that"""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
@@ -241,7 +241,7 @@ class ActorSettings(Settings):
     credit: Literal["trajectory", "turn"] = "trajectory"
     """one advantage for a trajectory, or one per turn from the rewards that still follow it"""
     discount: float = Field(default=1.0, gt=0.0, le=1.0)
-    """of later rewards, with credit: turn"""
+    """discount of later rewards, with credit: turn"""
     clip_low: PositiveFloat = 0.2
     clip_high: PositiveFloat = 0.2
     ratio: Ratio = "token"
@@ -294,11 +294,11 @@ class ExtractorSettings(Settings):
 
     enabled: bool = True
     agent: str = "default"
-    """who distils: default (the model), template or transcript (functions, without a model), an
+    """distiller: default (the model), template or transcript (functions, without a model), an
     entry point of experiential.extractors, or module:attribute"""
     train: bool = True
     distill: bool = True
-    """distil what is played; false keeps the bank as it was when training began"""
+    """distil the episodes played; false keeps the bank unchanged during training"""
     shared: bool = False
     """one set of weights, and one optimiser, for actor and extractor"""
     reward: Literal["direct", "relative"] = "direct"
@@ -365,7 +365,7 @@ class BankSettings(Settings):
     """entries of each task that stay when training ends: those that name it, then those with the
     best scores; 0: all"""
     options: dict[str, Any] = {}
-    """further options of the manager, as bank.options.cap=500; docs/bank.md lists them"""
+    """further options of the manager, as bank.options.cap=500"""
 
 
 class PolicyClusterSettings(Settings):
@@ -426,7 +426,7 @@ class ColdStartSettings(Options):
     """Configure supervised training on demonstrations before reinforcement learning (EvolveR)."""
 
     demonstrations: str
-    """JSON Lines of chats: {messages: [{role, content}, ...]}; loss on what the assistant says"""
+    """JSON Lines of chats: {messages: [{role, content}, ...]}; loss on the assistant's text"""
     epochs: PositiveInt = 1
     batch_size: PositiveInt = 16
     """chats per optimiser step"""
@@ -452,7 +452,7 @@ class EntropyBonusSettings(Options):
     low: float = -1.0
     """the least bonus over w, with relative; the least gain counted, with asymmetric"""
     high: float = 1.0
-    """the largest, likewise"""
+    """the largest bonus over w, with relative; the largest gain counted, with asymmetric"""
     temperature: PositiveFloat = 1.0
     """tau, with sigmoid"""
 
@@ -464,13 +464,13 @@ class SelfDistillSettings(Options):
     """
 
     weight: PositiveFloat = 0.1
-    """of the imitation loss beside the actor's own"""
+    """weight of the imitation loss beside the actor's own"""
     every: PositiveInt = 1
     """training steps between imitations"""
     guard: float = Field(default=0.1, gt=0.0, le=1.0)
     """pause while the running success of free episodes is this far below its best: collapse"""
     memory: float = Field(default=0.9, ge=0.0, lt=1.0)
-    """share of the running success that a further step leaves"""
+    """weight of the earlier steps in the running success"""
 
 
 class ReflectionSettings(Options):
@@ -488,12 +488,12 @@ class ReflectionSettings(Options):
     recall: PositiveInt = 1
     """reflections of the bank shown to the reflector, with memory: bank"""
     max_tokens: PositiveInt = 96
-    """of a reflection"""
+    """most tokens of a reflection"""
     internalise: Literal["sft", "reverse_kl", "full_reverse_kl", "full_forward_kl", "none"] = "sft"
-    """rewarded second attempts: imitated without reflection, or taught to the first's tokens, by an
-    estimate from them or over the whole vocabulary (local runtime)"""
+    """use of rewarded second attempts: sft imitates them without the reflection; the KL divergences
+    teach the first attempt's tokens, the full ones over the whole vocabulary (local runtime)"""
     weight: PositiveFloat = 1.0
-    """of the internalisation beside the policy losses"""
+    """weight of the internalisation beside the policy losses"""
 
 
 FormatPart = Literal["think", "search_experience", "search_knowledge", "answer"]
@@ -508,7 +508,7 @@ class EvolverSettings(Options):
     format_parts: tuple[FormatPart, ...] = Field(
         default=("think", "search_experience", "search_knowledge", "answer"), min_length=1
     )
-    """what a complete episode can hold here; leave out what the environment has no use for"""
+    """parts of a complete episode; leave out those that the environment does not support"""
 
 
 class MethodSettings(Options):
@@ -551,7 +551,7 @@ class EvalSettings(Settings):
     temperature: NonNegativeFloat = 1.0
     seed: int = 10_000
     arms: tuple[Arm, ...] = Field(default=("off", "on"), min_length=1)
-    """what is played: off, on, frozen, shuffled, placebo, and baselines: random, history-1 to -3,
+    """arms to play: off, on, frozen, shuffled, placebo, and baselines: random, history-1 to -3,
     template, best-of-2, -4 or -8"""
 
     @field_validator("arms", mode="before")
@@ -594,7 +594,7 @@ class Experiment(Settings):
     env: EnvSettings = EnvSettings()
     model: ModelSettings = ModelSettings()
     extractor_model: ModelSettings | None = None
-    """None starts from the actor's weights, trained apart"""
+    """None starts from the actor's weights, trained separately"""
     actor: ActorSettings = ActorSettings()
     extractor: ExtractorSettings = ExtractorSettings()
     bank: BankSettings = BankSettings()
@@ -603,7 +603,7 @@ class Experiment(Settings):
     method: str | None = None
     """policy_gradient, evolver or one of yours; None: evolver if methods.evolver, else the first"""
     methods: MethodSettings = MethodSettings()
-    """what a run does beside its main method: names with options; null leaves one out"""
+    """additions to the main method: names with options; null leaves one out"""
     runtime: str = "local"
     """local: torch in this process; openrlhf: a Ray cluster; frozen: no weights are trained, so
     that servers can answer; or one of yours"""

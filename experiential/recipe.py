@@ -396,6 +396,7 @@ def _type_name(field: FieldInfo) -> str:
     plain = isinstance(annotation, type) and not get_args(annotation)
     shown = annotation.__name__ if plain else str(annotation)
     shown = re.sub(r"\b(?:typing|experiential\.config)\.", "", shown)
+    shown = re.sub(r"Optional\[Annotated\[(\w+), .*?\]\]", r"\1 | None", shown)
     return re.sub(
         r"Literal\[(.*?)\]", lambda match: match[1].replace("'", "").replace(", ", " or "), shown
     )

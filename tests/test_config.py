@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from experiential.bank.options import ManagerOptions
 from experiential.cli.main import configuration_page
 from experiential.cli.preflight import check_experiment
-from experiential.config import EnvSettings, Experiment, RunSettings
+from experiential.config import BankSettings, EnvSettings, Experiment, RunSettings
 from experiential.errors import ConfigError
 from experiential.recipe import (
     RECIPES,
@@ -348,6 +350,14 @@ def test_no_override_escapes_as_another_error(key: str, value: str) -> None:
 def test_the_configuration_page_is_up_to_date() -> None:
     page = Path(__file__).parent.parent / "docs" / "configuration.md"
     assert page.read_text(encoding="utf-8") == configuration_page(), "run: make docs"
+
+
+def test_the_configuration_page_lists_the_options_of_the_manager_in_whole_rows() -> None:
+    rows = [line for line in configuration_page().splitlines() if line.startswith("| `")]
+    assert {len(re.split(r"(?<!\\)\|", row)) for row in rows} == {6}  # four cells
+    listed = {row.split("`")[1].removeprefix("bank.options.") for row in rows}
+    own = ManagerOptions.model_fields.keys() - BankSettings.model_fields.keys()
+    assert {*own, "retrieval.hybrid"} <= listed
 
 
 @pytest.mark.parametrize("role", ["actor", "extractor"])

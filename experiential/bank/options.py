@@ -32,7 +32,7 @@ class RetrievalOptions(RetrievalSettings):
     """weight of the words that query and entry share, beside their cosine; an entry then passes the
     floor by its share of words too"""
     same_task: bool = False
-    """show only entries noted under the very task that is asked for, word for word"""
+    """show only entries whose task equals the task asked for, word for word"""
     exploration: NonNegativeFloat = 0.0
     """temperature of the draw over eq. 6 scores; 0 takes the best"""
     batch_size: PositiveInt = 16
@@ -57,30 +57,29 @@ class ManagerOptions(BankSettings):
     queue_size: PositiveInt = 1024
     """distillation requests accepted before submit waits"""
     distill_workers: PositiveInt = 64
-    """distillations at a time"""
+    """simultaneous distillations"""
     distill_timeout: PositiveFloat = 120.0
     """seconds a request may take"""
     retries: NonNegativeInt = 2
-    """of a distillation that failed"""
+    """retries of a failed distillation"""
     lease: PositiveFloat = LEASE_SECONDS
-    """seconds after which another distiller gets what one that fell silent was at"""
+    """seconds after which the episodes of a silent distiller go to another"""
     cap: NonNegativeInt = 0
     """entries above which some are evicted after distillation; 0 never evicts"""
     eviction: Policy = "utility"
     """entry to evict: least recently used, oldest, any, that of the lowest Laplace score, or that
     whose text names its own task least"""
     dedupe_threshold: float = Field(default=0.85, gt=0.0, le=1.0)
-    """cosine of two texts above which the extractor is asked whether they are one"""
+    """cosine of two texts above which the extractor is asked whether they say the same"""
     dedupe_across_tasks: bool = False
     """compare entries of different tasks, too, when deduplicating"""
     prune_below: float = Field(default=0.3, gt=0.0, lt=1.0)
     """Laplace score (s + 1) / (u + 2) below which an entry is pruned"""
     review: bool = False
-    """what is distilled waits for approval by a person: ``bank.approve``, or experiential bank
-    approve"""
+    """distilled entries wait for a person's approval: bank.approve, or experiential bank approve"""
     free_share: float = Field(default=0.1, ge=0.0, le=1.0)
-    """share of the episodes that play free where the caller leaves the condition open, as long as
-    outcomes do not settle whether entries help"""
+    """share of the episodes that play free if the caller leaves the condition open, until outcomes
+    settle whether entries help"""
 
 
 def bank_settings(given: Mapping[str, Any]) -> ManagerOptions:

@@ -122,7 +122,7 @@ app = new_app("Evaluate agents on suites of environments.")
 
 @app.command()
 def suites(as_json: AsJson = False) -> None:
-    """List the suites: tasks, source, and what is missing. Those of installed packages count."""
+    """List the suites, also those of installed packages: tasks, source, missing requirements."""
     from experiential.evaluation.suites import SUITES, find_data, find_suite
 
     find_data()
@@ -149,7 +149,9 @@ def run(
     agent: Agent = "llm",
     episodes: Annotated[
         int | None,
-        Option(min=1, help="Of each task and arm.  [default: all of an official set, else 100]"),
+        Option(
+            min=1, help="Episodes per task and arm.  [default: all of an official set, else 100]"
+        ),
     ] = None,
     visits: Visits = 1,
     seed: Annotated[int, Option(min=0, help="Seed of worlds, episodes and sampling.")] = 0,
@@ -164,10 +166,10 @@ def run(
         ),
     ] = None,
     overwrite: Annotated[
-        bool, Option("--overwrite", help="Begin anew, and lose what the log holds.")
+        bool, Option("--overwrite", help="Begin anew and discard the log.")
     ] = False,
     dry_run: Annotated[
-        bool, Option("--dry-run", help="Show what would be played and what it may cost.")
+        bool, Option("--dry-run", help="Show the episodes to play and their possible cost.")
     ] = False,
     bank: Annotated[
         str | None,
@@ -179,12 +181,12 @@ def run(
     arms: Annotated[
         str | None,
         Option(
-            help="Of off, on, frozen, shuffled and placebo, with commas between them.  [default:"
-            " off; with --bank off,frozen; with --learn off,on]"
+            help="Arms, separated by commas: off, on, frozen, shuffled, placebo.  [default: off;"
+            " with --bank off,frozen; with --learn off,on]"
         ),
     ] = None,
     learn: Annotated[
-        bool, Option("--learn", help="Let the bank grow; make it where there is none.")
+        bool, Option("--learn", help="Let the bank grow; create it if there is none.")
     ] = False,
     namespace: Namespace = "default",
     embedder: Embedder = None,
@@ -196,8 +198,8 @@ def run(
     model: Annotated[
         str | None,
         Option(
-            help="Here tiny (default), smollm2, a folder or a hub name; with --base-url the name at"
-            " the server, whose only model is taken otherwise."
+            help="tiny (default), smollm2, a folder or a hub name; with --base-url the name at the"
+            " server, by default its only model."
         ),
     ] = None,
     base_url: BaseUrl = None,
@@ -210,8 +212,8 @@ def run(
         float | None,
         Option(
             min=0,
-            help="Dollars, those of earlier runs of this command included. Requests in flight when"
-            " it is reached are still paid for.",
+            help="Limit in dollars, earlier runs of this command included. Requests in flight at"
+            " the limit are still paid for.",
         ),
     ] = None,
     extra_body: ExtraBody = None,
@@ -224,10 +226,10 @@ def run(
     instruction: Instruction = "",
     constrain: Constrain = False,
 ) -> int:
-    """Evaluate an agent on a suite; exit code 1 where every episode of a task failed.
+    """Evaluate an agent on a suite; exit code 1 if every episode of a task failed.
 
     Without --bank each task is played once, with --bank under several arms: on the same worlds and
-    seeds, without the bank and with it. The same command goes on where it was stopped.
+    seeds, without the bank and with it. The same command continues where it stopped.
     """
     from experiential.cli.estimate import describe_suite
     from experiential.evaluation.play_log import PlayLog

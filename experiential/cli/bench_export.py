@@ -18,12 +18,10 @@ def export(
     log: Annotated[
         Path, Argument(help="A log of `experiential bench run` or `bench stream` (.jsonl).")
     ],
-    to: Annotated[
-        Path, Option(help="The log of inspect_ai to write, with the ending .eval or .json.")
-    ],
+    to: Annotated[Path, Option(help="inspect_ai log to write, ending in .eval or .json.")],
     overwrite: Annotated[bool, Option("--overwrite", help="Replace the file.")] = False,
 ) -> None:
-    """Write a log of episodes as one of inspect_ai, which `inspect view` opens."""
+    """Convert a log of episodes for inspect_ai, whose `inspect view` opens it."""
     from experiential.evaluation.inspect_log import write_inspect_log
 
     if to.suffix not in ENDINGS:

@@ -55,23 +55,23 @@ def distil(
     model: Annotated[
         str | None,
         Option(
-            help="Distils: tiny, smollm2, a model folder, a hub name, or with --base-url its name"
-            " at the server."
+            help="Model that distils: tiny, smollm2, a folder, a hub name, or with --base-url its"
+            " name at the server."
         ),
     ] = None,
     base_url: BaseUrl = None,
     api_key_env: KeyEnv = None,
     backend: Backend = None,
     backend_option: BackendOption = None,
-    workers: Annotated[int, Option(min=1, help="Distillations at a time.")] = 8,
+    workers: Annotated[int, Option(min=1, help="Simultaneous distillations.")] = 8,
     review: Review = False,
     until_empty: Annotated[
         bool,
         Option(
             "--until-empty",
             "--once",
-            help="End when the queue is empty, with exit code 1 if something was given up; a folder"
-            " is not served meanwhile.",
+            help="End when the queue is empty, with exit code 1 if an episode was given up; a"
+            " folder is not served meanwhile.",
         ),
     ] = False,
     namespace: Namespace = "default",
@@ -83,17 +83,18 @@ def distil(
         str | None,
         Option(
             envvar=TOKEN_VARIABLE,
-            help="Bearer token of the bank server, this one (by default a random one) or that.",
+            help="Bearer token of the bank server: of this one (default: random), or of that at"
+            " BANK.",
         ),
     ] = None,
     no_token: NoToken = False,
     embedder: Embedder = None,
     store: Store = None,
 ) -> None:
-    """Distil what others submit to a bank, as it comes, until Ctrl-C or SIGTERM.
+    """Distil the episodes that others submit to a bank, until Ctrl-C or SIGTERM.
 
-    What is in work then has ten seconds to end, or goes back into the queue. Any number of
-    distillers may share a bank; what a killed one had, another takes after half a minute.
+    Work in progress then has ten seconds to finish, or goes back into the queue. Any number of
+    distillers may share a bank; after half a minute another takes over the work of a killed one.
     """
     if (model, base_url, backend) == (None, None, None):
         raise ConfigError(

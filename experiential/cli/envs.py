@@ -39,7 +39,7 @@ def envs(context: typer.Context, as_json: AsJson = False) -> None:
 
 @app.command("list")
 def list_(as_json: AsJson = False) -> None:
-    """List the environments: about, readiness, and the command that would make each ready."""
+    """List the environments, their readiness, and the command that enables each."""
     from experiential.envs import ENVS
     from experiential.envs.readiness import rows
 
@@ -58,7 +58,7 @@ def list_(as_json: AsJson = False) -> None:
 
 @app.command()
 def show(name: Name, as_json: AsJson = False) -> None:
-    """Show what an environment is, its arguments and presets, and its first observation."""
+    """Show an environment's description, arguments, presets and first observation."""
     from experiential.envs.make import creator_of, make, resolve_env
     from experiential.envs.readiness import readiness
 

@@ -26,15 +26,15 @@ def episodes(
         str | None, Argument(help="Id of an episode, or its beginning: show this one.")
     ] = None,
     task: Annotated[str | None, Option(help="Only those whose task has these words.")] = None,
-    outcome: Annotated[Outcome | None, Option(help="Only those that ended so.")] = None,
+    outcome: Annotated[Outcome | None, Option(help="Only those with this outcome.")] = None,
     step: Annotated[int | None, Option(help="Only those of this training step.")] = None,
-    limit: Annotated[int, Option(min=0, help="The newest so many; 0 shows all.")] = 50,
+    limit: Annotated[int, Option(min=0, help="Show only the newest N; 0 shows all.")] = 50,
     namespace: Namespace = "default",
     as_json: AsJson = False,
 ) -> None:
-    """List the episodes of a run or a bank, or show one: what was seen, done, shown and written.
+    """List the episodes of a run or a bank, or show one: its turns, advice and new entries.
 
-    A run may be going on.
+    The run may still be in progress.
     """
     from experiential.errors import BankError, ConfigError
     from experiential.ids import short_ids

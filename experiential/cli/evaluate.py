@@ -45,7 +45,7 @@ def evaluate(
     arms: Annotated[
         str,
         Option(
-            help="Arms to play, with commas between them; baselines too: random, history-1 to -3,"
+            help="Arms to play, separated by commas; also the baselines random, history-1 to -3,"
             " template, best-of-2, -4 or -8."
         ),
     ] = ALL,
@@ -54,13 +54,13 @@ def evaluate(
     ] = Path("runs/evaluation"),
     resume: Annotated[
         bool,
-        Option(help="Use the cells in --output that are finished; otherwise play all again."),
+        Option(help="Reuse the finished cells in --output; --no-resume plays all again."),
     ] = True,
     model: Annotated[
         str | None,
         Option(
-            help="Acts and distils in place of the run's own weights: tiny, smollm2, a folder, a"
-            " hub name, or with --base-url its name at the server."
+            help="Model that acts and distils in place of the run's weights: tiny, smollm2, a"
+            " folder, a hub name, or with --base-url its name at the server."
         ),
     ] = None,
     base_url: BaseUrl = None,
@@ -70,8 +70,8 @@ def evaluate(
 ) -> int:
     """Compare arms: play the newest checkpoint of each run on held-out worlds under each.
 
-    Runs of one recipe that differ by their seed are taken together. The runs and their banks stay
-    as they are. With a model or a server, what is compared is the run's bank in other hands.
+    Runs of one recipe that differ only in the seed are combined. The runs and their banks do not
+    change. With --model or --base-url, another model plays with the run's bank.
     """
     folders, overrides = split_targets(targets)
     if (model, base_url, api_key_env) != (None, None, None):

@@ -39,10 +39,10 @@ def export(
         ),
     ] = None,
 ) -> int:
-    """Write what a run has trained into a folder that other machines can use.
+    """Write a run's models and bank into a folder that other machines can use.
 
-    It gets the models, the bank, the settings and a model card with the run's figures.
-    `xp.load_agent` and `experiential play` open it. Of a run that has not ended, the newest
+    The folder gets the models, the bank, the settings and a model card with the run's figures.
+    `xp.load_agent` and `experiential play` open it. If the run has not ended, its newest
     checkpoint is written.
     """
     if not (run / CONFIG_FILE).is_file():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated
@@ -32,6 +33,7 @@ from experiential.cli.errors import new_app, run_app
 from experiential.cli.examples import add_examples
 from experiential.cli.options import AsJson, Version
 from experiential.cli.rows import show_line, show_rows
+from experiential.config import BankSettings
 from experiential.errors import MissingExtraError
 from experiential.recipe import (
     Setting,
@@ -44,12 +46,10 @@ from experiential.recipe import (
 Markdown = Annotated[bool, Option("--markdown", help="Print the page for the documentation.")]
 RayAddress = Annotated[
     str | None,
-    Option(
-        "--address", help="Ray cluster to look for.  [default: RAY_ADDRESS, or one started here]"
-    ),
+    Option("--address", help="Ray cluster to check.  [default: RAY_ADDRESS, or one started here]"),
 ]
 Cluster = Annotated[
-    bool, Option("--cluster", help="Look at versions, GPUs, Ray, ports and shared memory, too.")
+    bool, Option("--cluster", help="Also check versions, GPUs, Ray, ports and shared memory.")
 ]
 CONFIGURATION_HEADER = """# Configuration
 
@@ -63,7 +63,7 @@ hold those of one part, in tables of their own below.
 """
 
 app = new_app(
-    "Look at banks, runs, environments and the installation of experiential.", completion=True
+    "Inspect banks, runs, environments and the installation of experiential.", completion=True
 )
 for command in (
     *(bank_write.add, bank_write.edit, bank_write.retire),
@@ -88,7 +88,7 @@ app.command("play")(playing.play)
 
 @app.callback(invoke_without_command=True)
 def options(context: typer.Context, version: Version = False) -> None:
-    """Look at banks, runs, environments and the installation of experiential."""
+    """Inspect banks, runs, environments and the installation of experiential."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -109,9 +109,21 @@ def settings(markdown: Markdown = False, as_json: AsJson = False) -> None:
         return
     rows = [
         {"key": s.key, "type": s.type, "default": s.default, "about": s.description}
-        for s in (*settings_reference(), *settings_reference(options=True))
+        for s in (*settings_reference(), *option_reference())
     ]
     show_rows(rows, as_json)
+
+
+def option_reference() -> Iterator[Setting]:
+    """Yield the options of all parts, those of the bank's manager last."""
+    from experiential.bank.options import ManagerOptions
+
+    yield from settings_reference(options=True)
+    prefix = "bank.options."
+    settings = {setting.key for setting in settings_reference(BankSettings(), prefix)}
+    for option in settings_reference(ManagerOptions(), prefix):
+        if option.key not in settings:
+            yield option
 
 
 def configuration_page() -> str:
@@ -123,15 +135,15 @@ def configuration_page() -> str:
     for setting in keys:
         section = setting.key.split(".")[0]
         tables.setdefault(section if section in sections else whole, []).append(setting)
-    for option in settings_reference(options=True):
+    for option in option_reference():
         part = option.key.rpartition(".")[0]
         tables.setdefault(f"Options: {part}", []).append(option)
     lines = [CONFIGURATION_HEADER.rstrip("\n")]
     for heading, rows in tables.items():
         lines += ["", f"## {heading}", "", "| Key | Type | Default | |", "|---|---|---|---|"]
         for row in rows:
-            kind = row.type.replace("|", "or")
-            lines.append(f"| `{row.key}` | {kind} | `{row.default}` | {row.description} |")
+            kind, about = row.type.replace("|", "or"), row.description.replace("|", r"\|")
+            lines.append(f"| `{row.key}` | {kind} | `{row.default}` | {about} |")
     return "\n".join([*lines, ""])
 
 

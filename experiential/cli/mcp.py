@@ -81,16 +81,16 @@ def mcp(
         str | None,
         Option(
             metavar="HOST:PORT",
-            help="Listen there (streamable HTTP, path /mcp; port 0 takes a free one). By default"
-            " the client starts this command and talks over stdin and stdout.",
+            help="Address to listen at (streamable HTTP, path /mcp; port 0 takes a free one). By"
+            " default the client starts this command and talks over stdin and stdout.",
         ),
     ] = None,
     token: Annotated[
         str | None,
         Option(
             envvar=TOKEN_VARIABLE,
-            help="With --http: what clients must send as a bearer token, by default a random one."
-            " For a BANK behind an address: its token.",
+            help="With --http: bearer token that clients must send (default: random). If BANK is an"
+            " address: its token.",
         ),
     ] = None,
     no_token: NoToken = False,
@@ -101,8 +101,8 @@ def mcp(
     model: Annotated[
         str | None,
         Option(
-            help="Distils lessons: tiny, smollm2, a model folder, a hub name, or with --base-url"
-            " its name at the server. Without one, what is recorded waits in the bank's queue."
+            help="Model that distils: tiny, smollm2, a folder, a hub name, or with --base-url its"
+            " name at the server. Without one, episodes wait in the bank's queue."
         ),
     ] = None,
     base_url: BaseUrl = None,

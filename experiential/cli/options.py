@@ -33,22 +33,22 @@ Embedder = Annotated[
 Store = Annotated[
     str | None,
     Option(
-        help="Where the index is from now on: chroma, address of a Chroma server, exact, an entry"
-        " point or module:attribute; where it was before by default."
+        help="Index from now on: chroma, address of a Chroma server, exact, an entry point or"
+        " module:attribute. By default it does not change."
     ),
 ]
 Backend = Annotated[
     str | None,
     Option(
-        help="Runs the model: local (default), openai (default with --base-url), scripted, an entry"
-        " point of experiential.llms, or module:attribute."
+        help="Backend of the model: local (default), openai (default with --base-url), scripted,"
+        " an entry point of experiential.llms, or module:attribute."
     ),
 ]
 BaseUrl = Annotated[
     str | None,
     Option(
         metavar="URL",
-        help="OpenAI-compatible server that answers, mostly ending in /v1; else OPENAI_BASE_URL"
+        help="Address of an OpenAI-compatible server, mostly ending in /v1; else OPENAI_BASE_URL"
         " with --backend openai.",
     ),
 ]
@@ -62,11 +62,11 @@ KeyEnv = Annotated[
 ]
 Review = Annotated[
     bool,
-    Option("--review", help="What is distilled is shown once `experiential bank approve` says so."),
+    Option("--review", help="Show distilled entries only after `experiential bank approve`."),
 ]
 BackendOption = Annotated[
     list[str] | None,
-    Option(metavar="KEY=VALUE", help="Passed to the backend; may be repeated."),
+    Option(metavar="KEY=VALUE", help="Option of the backend; may be repeated."),
 ]
 
 # Of a suite and the agent that plays it
@@ -75,20 +75,22 @@ SuiteName = Annotated[
     str, Option(help="A name of `experiential bench suites`, or module:attribute.")
 ]
 TaskNames = Annotated[
-    str | None, Option(help="Only these tasks of the suite, with commas between them.")
+    str | None, Option(help="Only these tasks of the suite, separated by commas.")
 ]
 Agent = Annotated[
     str, Option(help="llm, random, oracle, or module:function of observation and info.")
 ]
-Visits = Annotated[int, Option(min=1, help="How many of the episodes meet the same world.")]
+Visits = Annotated[int, Option(min=1, help="Episodes in the same world.")]
 SplitName = Annotated[str | None, Option(help="Split of all tasks.  [default: each task's own]")]
-Made = Annotated[bool, Option("--made", help="Play invented worlds where a task has real data.")]
+Made = Annotated[
+    bool, Option("--made", help="Play invented worlds in place of a task's real data.")
+]
 Timeout = Annotated[
     float | None, Option(min=0, help="Seconds for one request to a server.  [default: 60]")
 ]
 Retries = Annotated[int | None, Option(min=0, help="Further attempts of a request.  [default: 2]")]
 Concurrency = Annotated[
-    int | None, Option(min=1, help="Requests to a server at once.  [default: 64]")
+    int | None, Option(min=1, help="Simultaneous requests to a server.  [default: 64]")
 ]
 Price = Annotated[
     tuple[float, float] | None,
@@ -97,17 +99,19 @@ Price = Annotated[
     ),
 ]
 ExtraBody = Annotated[
-    str | None, Option(metavar="JSON", help="Merged into every request to a server.")
+    str | None, Option(metavar="JSON", help="JSON merged into every request to a server.")
 ]
 Replies = Annotated[
-    Path | None, Option(help="Replies of the scripted backend, one a line, over and over.")
+    Path | None, Option(help="Replies of the scripted backend, one per line, repeated.")
 ]
-Dtype = Annotated[Literal["float32", "bfloat16"], Option(help="Of a local model.")]
-Device = Annotated[str, Option(help="Of a local model.")]
-Temperature = Annotated[float, Option(min=0, help="Of sampling; 0 is greedy.")]
-MaxTokens = Annotated[int, Option(min=1, help="Of a response.")]
-History = Annotated[int | None, Option(min=0, help="Past turns that are shown.  [default: all]")]
-Instruction = Annotated[str, Option(help="Said to the agent about the environment.")]
+Dtype = Annotated[Literal["float32", "bfloat16"], Option(help="Precision of a local model.")]
+Device = Annotated[str, Option(help="Device of a local model.")]
+Temperature = Annotated[float, Option(min=0, help="Temperature of sampling; 0 is greedy.")]
+MaxTokens = Annotated[int, Option(min=1, help="Most tokens of a response.")]
+History = Annotated[
+    int | None, Option(min=0, help="Past turns shown to the model.  [default: all]")
+]
+Instruction = Annotated[str, Option(help="Text about the environment for the agent.")]
 Constrain = Annotated[
     bool,
     Option("--constrain", help="Choose among the admissible actions; always with the tiny model."),

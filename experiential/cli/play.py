@@ -37,15 +37,15 @@ def play(
         ),
     ] = None,
     seed: Annotated[
-        int | None, Option(help="Of the worlds' states and the sampling.  [default: eval.seed]")
+        int | None, Option(help="Seed of the worlds' states and of sampling.  [default: eval.seed]")
     ] = None,
     world: Annotated[
-        int | None, Option(min=0, help="Play this world only, where the environment lists worlds.")
+        int | None, Option(min=0, help="Play this world only, if the environment lists worlds.")
     ] = None,
-    free: Annotated[bool, Option("--free", help="Show the actor nothing of the bank.")] = False,
+    free: Annotated[bool, Option("--free", help="Hide the bank from the actor.")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Play episodes with what a run has trained, and print them turn by turn.
+    """Play episodes with a run's trained models, and print them turn by turn.
 
     The episodes are those of the run's evaluation in its arm `frozen`, or `off` with --free: each
     held-out world once, then again. The bank does not change.

@@ -57,8 +57,8 @@ def serve(
         str | None,
         Option(
             envvar=TOKEN_VARIABLE,
-            help="What clients must send as a bearer token; the variable hides it from `ps`. A"
-            " random one by default.",
+            help="Bearer token that clients must send (default: random); the variable hides it from"
+            " `ps`.",
         ),
     ] = None,
     no_token: NoToken = False,
@@ -66,8 +66,8 @@ def serve(
     namespace: Annotated[
         list[str] | None,
         Option(
-            help="Serve this namespace only; may be repeated. All, opened when asked for, by"
-            " default."
+            help="Serve only this namespace; may be repeated. By default all are served, each"
+            " opened at its first request."
         ),
     ] = None,
     embedder: Embedder = None,
@@ -82,8 +82,8 @@ def serve(
 ) -> None:
     """Serve a bank to other processes: they open it with ExperienceBank("http://HOST:PORT").
 
-    This process is then the folder's only writer. It stops cleanly on Ctrl-C and on SIGTERM; what
-    was acknowledged is on the disk even when it is killed.
+    This process is then the folder's only writer. It stops cleanly on Ctrl-C and on SIGTERM.
+    Acknowledged writes are on the disk even if it is killed.
     """
     from experiential.bank.http.limits import Limits
 

@@ -111,11 +111,12 @@ def stream(
         Option(min=1, help="Episodes of each task.  [default: every world, once per visit]"),
     ] = None,
     visits: Visits = 1,
-    orders: Annotated[int, Option(min=1, help="Orders in which the episodes come.")] = 3,
+    orders: Annotated[int, Option(min=1, help="Number of orders of the episodes.")] = 3,
     transfer: Annotated[
         bool,
         Option(
-            "--transfer", help="Then read the memory of each task, without learning, in the others."
+            "--transfer",
+            help="Afterwards read the memory of each task in the others, without learning.",
         ),
     ] = False,
     freeze_after: Annotated[
@@ -133,13 +134,13 @@ def stream(
     ] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Play everything again.")] = False,
     dry_run: Annotated[
-        bool, Option("--dry-run", help="Show what would be played and what it may cost.")
+        bool, Option("--dry-run", help="Show the episodes to play and their possible cost.")
     ] = False,
     embedder: Embedder = None,
     backend: Backend = None,
     backend_option: BackendOption = None,
     model: Annotated[
-        str | None, Option(help="Plays and distils; named as for `experiential bench run`.")
+        str | None, Option(help="Model that plays and distils, as for `experiential bench run`.")
     ] = None,
     base_url: BaseUrl = None,
     api_key_env: KeyEnv = None,
@@ -151,8 +152,8 @@ def stream(
         float | None,
         Option(
             min=0,
-            help="Dollars for the agent, those of earlier runs of this log included. Requests in"
-            " flight when it is reached are still paid for.",
+            help="Limit in dollars for the agent, earlier runs of this log included. Requests in"
+            " flight at the limit are still paid for.",
         ),
     ] = None,
     extra_body: ExtraBody = None,
@@ -168,7 +169,7 @@ def stream(
     """Compare memories on streams: tasks in a seeded order, while each memory grows.
 
     Every arm meets the same episodes in the same orders. The model that plays also distils for the
-    arms with a bank; without --agent llm a fixed template does, and `template` is `bank`.
+    arms with a bank; without --agent llm a fixed template does, so that `bank` is `template`.
     """
     from experiential.cli.estimate import describe_streams
     from experiential.evaluation.memories import find_memory

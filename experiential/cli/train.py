@@ -42,7 +42,7 @@ def train(
         bool,
         Option(
             "--resume",
-            help="Go on from the last checkpoint in --output; without any yet, begin again.",
+            help="Continue from the last checkpoint in --output, or begin again without one.",
         ),
     ] = False,
     dry_run: Annotated[

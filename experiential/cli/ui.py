@@ -26,10 +26,10 @@ def ui(
     ] = False,
     namespace: Namespace = "default",
 ) -> None:
-    """Show what was learned, episodes, the run and evaluations on a page of this machine.
+    """Serve a local page with entries, episodes, the run and its evaluations.
 
-    Only this machine can reach it, and only with the token in the printed address. A run that goes
-    on is shown live, its bank read-only. It runs until Ctrl-C.
+    Only this machine can reach it, and only with the token in the printed address. A run in
+    progress is shown live, its bank read-only. It is served until Ctrl-C.
     """
     try:
         import uvicorn
