@@ -510,7 +510,7 @@ class Distiller:
             )
         elif self._judges:
             _LOGGER.warning(
-                "%d finished episodes are not judged yet; whoever distils them judges them first",
+                "%d finished episodes are not judged yet; their distiller judges them first",
                 len(self._judges),
             )
 

@@ -121,8 +121,8 @@ def find_warnings(
     asked = list(dict.fromkeys(filter(None, look.tasks)))
     if look.tasks and not asked:
         yield (
-            "info has no 'task': the whole first observation is searched with, and entries are"
-            " filed under it; say in info['task'] what is asked"
+            "info has no 'task': the whole first observation becomes the query and the task of"
+            " new entries; state the task in info['task']"
         )
     floor = experiment.bank.retrieval.floor
     hybrid = experiment.bank.options.get("retrieval", {}).get("hybrid", 0.0)
