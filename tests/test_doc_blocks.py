@@ -90,7 +90,7 @@ class Page:
             self._directives,
         ]
         self.document = Document.parse(str(path), *parsers)
-        self.module = ModuleType("page")
+        self.module = ModuleType("__main__")
         self.document.namespace = self.module.__dict__
         self.document.namespace["installed"] = find_spec
         self.folder, self.groups = folder, list[int]()
