@@ -31,6 +31,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest import SkipTest
 
 import pytest
@@ -38,7 +39,7 @@ from sybil import Document, Example, Region
 from sybil.parsers.markdown import CodeBlockParser, SkipParser
 from sybil.parsers.markdown.lexers import DirectiveInHTMLCommentLexer, RawFencedCodeBlockLexer
 
-from tests.chat_server import Server
+from tests.chat_server import Server, completion
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -166,7 +167,7 @@ class Page:
                 start_new_session=True,
             )
             self.groups.append(process.pid)
-            code = process.wait(300)
+            code = process.wait(580)
             output.seek(0)
             said = output.read()
         assert code == 0, f"{example.path}:{example.line}: exit code {code}\n{changed}\n{said}"
@@ -179,9 +180,17 @@ def void(value: object) -> None:
     """Return None, which tells Sybil that a block is fine."""
 
 
+class Chat(Server):
+    """Takes the first choice that a request allows, or goes north."""
+
+    def reply_to(self, body: dict[str, Any]) -> tuple[int, Any, dict[str, str], float]:
+        choices = body.get("structured_outputs", {}).get("choice", ["north"])
+        return 200, completion(choices[0]), {}, 0.0
+
+
 @pytest.fixture(scope="module")
 def chat() -> Iterator[Server]:
-    server = Server()
+    server = Chat()
     yield server
     server.close()
 
