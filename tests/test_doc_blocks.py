@@ -10,8 +10,9 @@ say what differs:
     <!-- run: SHOWN => RUN -->           RUN stands for the text SHOWN, which must be there
     <!-- invisible-code-block: python    what the reader has already; the code ends with -->
 
-WORDS and RUN may name the environment variables of `VARIABLES`. The shell has a function more:
-`background TEXT COMMAND` leaves a server running as soon as it has printed TEXT.
+WORDS and RUN may name the environment variables of `VARIABLES`, $CHAT, the address of a chat server
+of this test, and $PORT, a free port. The shell has one function more: `background TEXT COMMAND`
+leaves a server running as soon as it has printed TEXT.
 """
 
 from __future__ import annotations
@@ -51,7 +52,6 @@ REASONS = {
     "installs packages",
     "needs a cluster or a GPU",
     "needs a package that `make install` leaves out",
-    "needs data that cannot be shipped",
     "measures for minutes or hours",
 }
 VARIABLES = {
