@@ -20,10 +20,10 @@ from experiential.llm.models import ADAPTER, load_model, portable_base, resolve_
 from experiential.recipe import dump_experiment
 from experiential.training.checkpoint import CheckpointStore
 from experiential.training.metrics import is_result, read_events
-from experiential.training.roles import prompt_set_name
+from experiential.training.roles import CONFIG, prompt_set_name
 from experiential.training.runtime import build_runtime
 
-CONFIG, MANIFEST, METRICS = "config.yaml", "export.json", "metrics.jsonl"
+MANIFEST, METRICS = "export.json", "metrics.jsonl"
 Role = Literal["actor", "extractor"]
 Precision = Literal["float32", "bfloat16"]
 """Of merged weights."""

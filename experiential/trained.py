@@ -22,14 +22,14 @@ from experiential.errors import CheckpointError, ConfigError
 from experiential.evaluation.play_log import PlayedTurn, Retrieved
 from experiential.evaluation.players import retrieved
 from experiential.evaluation.visits import evaluation_options, held_out_task, manager_options
-from experiential.export import CONFIG, Role, Trained, is_adapter, model_settings, open_trained
+from experiential.export import Role, Trained, is_adapter, model_settings, open_trained
 from experiential.llm.base import LLM
 from experiential.llm.models import open_model
 from experiential.recipe import load_experiment
 from experiential.rollout import AwaitedEnv, Reviewer, Task, make_env, with_experience
 from experiential.sync import run_sync
 from experiential.training.methods.critic import ActorCritic, SuccessRates
-from experiential.training.roles import Roles
+from experiential.training.roles import CONFIG, Roles
 from experiential.types import Trajectory
 from experiential.wrappers.experience import DRAIN_SECONDS
 

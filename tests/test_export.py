@@ -26,6 +26,7 @@ from experiential.envs.text_env import UnicodeText
 from experiential.llm.models import adapter_and_base, bundled_id, load_model
 from experiential.trained import TrainedAgent
 from experiential.training.metrics import read_events
+from experiential.training.roles import prompt_set_name
 from tests.llm_tiny import tiny_random_model
 
 SMALL = (
@@ -303,6 +304,34 @@ def test_playing_leaves_the_bank_as_it_is_unless_it_may_write(full: Path, tmp_pa
         agent.play(seed=1)
     with xp.ExperienceBank(tmp_path / "to" / "bank", read_only=True) as bank:
         assert bank.head > head
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_trained_extractor_distils_elsewhere_as_it_was_trained(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    run = request.getfixturevalue(kind)
+    with xp.load_agent(run) as agent:
+        played = [agent.play(seed=seed) for seed in range(6)]
+        assert agent.extractor is not None
+        taught = [agent.extractor.distill(one) for one in played]  # type: ignore[attr-defined]
+    with xp.ExperienceBank(tmp_path, embedder="hashing") as bank:
+        for one in played:
+            bank.submit(one)
+    assert command("distil", tmp_path, "--model", run / "extractor", "--until-empty") == 0
+    wanted = {one.generation.prompt_ids: one.generation for one in taught}
+    with xp.ExperienceBank(tmp_path, read_only=True) as bank:
+        answers = [bank.generation(one.provenance.generation or "") for one in bank]
+    assert answers
+    for one in answers:
+        assert one is not None and one.response_ids == wanted[one.prompt_ids].response_ids
+
+
+def test_models_of_a_run_keep_its_prompts_unless_others_are_named(full: Path) -> None:
+    for role in ("actor", "extractor"):
+        model = xp.Experiment().model.model_copy(update={"name": str(full / role)})
+        assert prompt_set_name(model) == "brief"
+        assert prompt_set_name(model.model_copy(update={"prompts": "full"})) == "full"
 
 
 def test_an_environment_of_ones_own_is_wrapped_in_one_line(full: Path) -> None:

@@ -13,6 +13,7 @@ import experiential
 ROOT = Path(experiential.__file__).parent
 LAYERS = [
     ("types", "config", "errors", "sync", "cache", "plugins", "ids"),
+    ("recipe",),
     ("llm",),
     ("bank",),
     ("agents",),
@@ -22,7 +23,6 @@ LAYERS = [
     ("rollout",),
     ("evaluation",),
     ("training",),
-    ("recipe",),
     ("export", "trained"),
     ("",),  # experiential/__init__.py
     ("ui",),

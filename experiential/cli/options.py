@@ -16,7 +16,7 @@ from experiential.errors import ConfigError, first_problem
 from experiential.llm.base import IN_PROCESS, read_options
 
 if TYPE_CHECKING:
-    from experiential.agents.extractor import ExtractorAgent
+    from experiential.bank.extractor import Extractor
 
 AsJson = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
 Version = Annotated[
@@ -172,11 +172,17 @@ def model_overrides(section: str, model: ModelSettings) -> list[str]:
 
 
 @contextmanager
-def opened_extractor(settings: ModelSettings, seed: int | None = None) -> Generator[ExtractorAgent]:
-    """Open the model of these settings as an extractor, with its prompts, for a while."""
+def opened_extractor(settings: ModelSettings, seed: int | None = None) -> Generator[Extractor]:
+    """Open the model of these settings as an extractor for a while.
+
+    The extractor that a run has trained is asked as in that run: prompts, sampling, operations.
+    """
     from experiential.agents.extractor import ExtractorAgent
     from experiential.llm.models import open_model
-    from experiential.training.roles import prompt_set_name
+    from experiential.training.roles import prompt_set_name, trained_extractor
 
     with closing(open_model(settings)) as llm:
-        yield ExtractorAgent(llm, prompts=prompt_set_name(settings), seed=seed)
+        trained = trained_extractor(settings, llm)
+        if trained is None:
+            trained = ExtractorAgent(llm, prompts=prompt_set_name(settings), seed=seed)
+        yield trained

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from experiential.agents.actor import ActorAgent
 from experiential.agents.critic import CriticAgent
 from experiential.agents.extractor import open_extractor
@@ -11,6 +13,10 @@ from experiential.config import Experiment, ModelSettings
 from experiential.llm.base import IN_PROCESS, LLM
 from experiential.llm.metered import Meter, Metered, Spent
 from experiential.llm.rounds import Rounds
+from experiential.recipe import load_experiment
+
+CONFIG = "config.yaml"
+"""Settings in the folder of a run, or of an export."""
 
 
 class Roles:
@@ -91,8 +97,41 @@ class Roles:
 
 
 def prompt_set_name(settings: ModelSettings) -> str:
-    """Return the name of a model's template set; ``auto`` is ``brief`` for the tiny model only."""
+    """Return the name of a model's template set.
+
+    ``auto`` is what a model was trained with where it lies in the folder of its run. Of others it
+    is ``brief`` for the tiny model and ``full`` for the rest.
+    """
     if settings.prompts != "auto":
         return settings.prompts
-    here = settings.server is None or settings.server.backend in IN_PROCESS
-    return "brief" if settings.name == "tiny" and here else "full"
+    origin = run_that_trained(settings)
+    if origin is not None:
+        second = origin.extractor_model if Path(settings.name).name == "extractor" else None
+        return prompt_set_name(second or origin.model)
+    return "brief" if settings.name == "tiny" and _is_here(settings) else "full"
+
+
+def trained_extractor(settings: ModelSettings, llm: LLM) -> Extractor | None:
+    """Return the extractor of the run that trained this model as one, asked as it was there.
+
+    None for every other model.
+    """
+    origin = run_that_trained(settings)
+    if origin is None or not origin.extractor.enabled:
+        return None
+    role = "actor" if origin.extractor.shared else "extractor"
+    if Path(settings.name).name != role:
+        return None
+    return Roles(origin, (llm, llm)).extractor()
+
+
+def run_that_trained(settings: ModelSettings) -> Experiment | None:
+    """Return the settings of the run or export in whose folder the weights of a model lie."""
+    folder = Path(settings.name).expanduser()
+    config = folder.parent / CONFIG
+    known = folder.name in ("actor", "extractor") and folder.is_dir() and config.is_file()
+    return load_experiment(config) if known and _is_here(settings) else None
+
+
+def _is_here(settings: ModelSettings) -> bool:
+    return settings.server is None or settings.server.backend in IN_PROCESS
