@@ -33,6 +33,28 @@ except KeyboardInterrupt:
 """
 
 
+LARGE = """
+import atexit, time
+from experiential.cli import errors
+
+app = errors.new_app("Fill the memory with objects, as torch does.")
+kept = []
+
+@app.command()
+def fill() -> int:
+    print("begun", flush=True)
+    begin = time.monotonic()
+    for _ in range(2_000_000):
+        kept.append(own := [])
+        own.append(own)
+    print(time.monotonic() - begin, flush=True)
+    return 3
+
+atexit.register(lambda: print("exit handlers have run", flush=True))
+errors.run_process(app)
+"""
+
+
 def test_the_first_interrupt_is_answered_at_once_and_lets_the_work_end() -> None:
     with begun(sys.executable, "-c", BUSY, "3") as process:
         process.send_signal(signal.SIGINT)
@@ -50,6 +72,15 @@ def test_the_second_interrupt_ends_the_process_at_once() -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=10) == 130
         assert time.monotonic() - sent < 1
+
+
+def test_a_command_ends_when_it_has_said_its_last_word() -> None:
+    with begun(sys.executable, "-c", LARGE) as process:
+        made = float(line(process))
+        begin = time.monotonic()
+        assert line(process) == "exit handlers have run\n"
+        assert process.wait(timeout=60) == 3
+        assert time.monotonic() - begin < made / 4
 
 
 @pytest.mark.slow

@@ -6,9 +6,11 @@ The codes: 0 done, 2 user error (one line on stderr), 1 failure, 130 interrupted
 from __future__ import annotations
 
 import errno
+import gc
 import sqlite3
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import typer
 
@@ -39,6 +41,15 @@ def run_app(app: typer.Typer, argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code; see `exit_code`."""
     quieten()
     return exit_code(lambda: app(args=argv, standalone_mode=False))
+
+
+def run_process(app: typer.Typer) -> NoReturn:
+    """Run the command line of this process, and end the process with its exit code."""
+    code = run_app(app)
+    # Python's end looks for cycles among all objects, for seconds with torch's; it needs none of
+    # them: threads are waited for and exit handlers run as ever
+    gc.freeze()
+    sys.exit(code)
 
 
 def exit_code(action: Callable[[], object], interrupted: str = "interrupted") -> int:

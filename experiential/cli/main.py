@@ -29,7 +29,7 @@ from experiential.cli import (
 )
 from experiential.cli import export as exporting
 from experiential.cli import play as playing
-from experiential.cli.errors import new_app, run_app
+from experiential.cli.errors import new_app, run_process
 from experiential.cli.examples import add_examples
 from experiential.cli.options import AsJson, Version
 from experiential.cli.rows import show_line, show_rows
@@ -192,7 +192,7 @@ add_examples(app, "experiential")
 
 def main() -> None:
     """Run `experiential`, as its entry point."""
-    sys.exit(run_app(app))
+    run_process(app)
 
 
 if __name__ == "__main__":

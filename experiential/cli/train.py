@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from rich.console import Console
 from typer import Argument, Option
 
-from experiential.cli.errors import Interrupted, complain, new_app, run_app
+from experiential.cli.errors import Interrupted, complain, new_app, run_process
 from experiential.cli.estimate import describe_cost
 from experiential.cli.examples import add_examples
 from experiential.cli.options import KeyEnv, Version, model_overrides, named_model
@@ -171,7 +171,7 @@ add_examples(app, "experiential-train")
 
 def main() -> None:
     """Run `experiential-train`, as its entry point."""
-    sys.exit(run_app(app))
+    run_process(app)
 
 
 if __name__ == "__main__":
