@@ -16,6 +16,7 @@ from experiential.cli import main, train
 from experiential.cli.errors import run_app
 from experiential.evaluation.episode_log import EpisodeLog, episode_row
 from experiential.rollout import Episode, Job, Task
+from experiential.training.metrics import Metrics
 from experiential.types import Condition, Generation, Trajectory, Turn, Use
 from tests.test_frozen import KEY, SMALL, VaultServer
 
@@ -155,3 +156,22 @@ def test_the_log_gives_back_what_was_played(tmp_path: Path) -> None:
     assert [(one.turn, one.text) for one in played.questions] == [(1, texts[1])]
     path.write_text("")  # a resumed run begins again
     assert log.summaries() == [] and log.transcript(told.id) is None
+
+
+def test_a_log_that_a_resumed_run_rewound_and_outgrew_is_read_anew(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path / "episodes.jsonl")
+    log = EpisodeLog(metrics.path)
+
+    def play(step: int) -> str:
+        played = Trajectory(task=f"step {step}", success=True)
+        rows = [episode_row(Episode(played, ()))]
+        metrics.emit({"event": "episodes", "step": step, "rows": rows})
+        return played.id
+
+    first, dropped = play(1), [play(step) for step in (2, 3)]
+    assert [one.id for one in log.summaries()] == [first, *dropped]
+    metrics.rewind(1)
+    again = [play(step) for step in (2, 3, 4)]
+    metrics.close()
+    assert [one.id for one in log.summaries()] == [first, *again]
+    assert [log.transcript(id) is None for id in (first, *dropped, *again)] == [0, 1, 1, 0, 0, 0]

@@ -106,13 +106,16 @@ class EpisodeLog:
 
     def _begin(self) -> None:
         self._read = 0
+        self._last = 0, b""  # the place of the last line that was read, and how it begins
         self._known: dict[str, tuple[EpisodeSummary, int]] = {}  # with the place of its line
 
     def summaries(self) -> list[EpisodeSummary]:
         """Return all episodes written so far, oldest first."""
-        if self.path.stat().st_size < self._read:  # a resumed run dropped some
-            self._begin()
         with self.path.open("rb") as file:
+            place, head = self._last
+            file.seek(place)
+            if file.read(len(head)) != head:  # a resumed run dropped it; lines begin with the time
+                self._begin()
             file.seek(self._read)
             while (line := file.readline()).endswith(b"\n"):  # the last one may be half written
                 event = self._parsed(line)
@@ -123,6 +126,7 @@ class EpisodeLog:
                             " older version of experiential; train again"
                         )
                     self._known[row["id"]] = _summary(row, event["step"]), self._read
+                self._last = self._read, line[:64]
                 self._read += len(line)
         return [summary for summary, _ in self._known.values()]
 
