@@ -15,11 +15,14 @@ import experiential as xp
 from experiential.cli import main, train
 from experiential.cli.errors import run_app
 from experiential.evaluation.episode_log import EpisodeLog, episode_row
+from experiential.evaluation.play_log import PlayedEpisode, PlayedTurn, PlayLog, Retrieved
+from experiential.evaluation.suite_episodes import SuiteLog
 from experiential.rollout import Episode, Job, Task
 from experiential.training.metrics import Metrics
 from experiential.types import Condition, Generation, Trajectory, Turn, Use
 from tests.test_frozen import KEY, SMALL, VaultServer
 
+WORLDS = ("eval.worlds=2", "eval.visits=2", "eval.arms=[off,on]")
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -32,9 +35,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     few = ("run.steps=2", "eval.after=false", "eval.before=false", "run.drain=true")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VAULT_KEY", KEY)
-        for name, more in (("with", []), ("without", ["extractor.enabled=false"])):
+        for name, more in (
+            ("with", []),
+            ("without", ["extractor.enabled=false"]),
+            ("evaluated", ["run.steps=1", "eval.after=true", *WORLDS]),
+        ):
             options = ["--recipe", "frozen", "--output", str(folder / name), *hosted, *SMALL, *few]
             assert run_app(train.app, [*options, *more]) == 0
+        options = ["--arms", "off,on", "--plain", "--output", str(folder / "evaluation"), *WORLDS]
+        assert run_app(main.app, ["eval", str(folder / "with"), *options]) == 0
     yield folder
     server.close()
 
@@ -109,6 +118,84 @@ def test_what_cannot_be_found_is_one_line(run: Run, folder: Path, tmp_path: Path
     ):
         code, _, error = run(*arguments)
         assert code == 2 and reason in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["evaluated", "evaluation"])
+def test_episodes_of_evaluations_are_read_with_the_advice_of_their_banks(
+    name: str, run: Run, folder: Path
+) -> None:
+    known = listed(run, folder / name, "--limit", 0, "--arm", "all")
+    trained = [one for one in known if one["arm"] is None]
+    assert bool(trained) == (name == "evaluated")
+    assert listed(run, folder / name, "--limit", 0) == (trained or known)
+    assert ("and 8 of evaluations: --arm off, on or all" in run(folder / name)[1]) == bool(trained)
+    for arm in ("off", "on"):
+        played = listed(run, folder / name, "--arm", arm)
+        assert sorted(one["visit"] for one in played) == [1, 1, 2, 2]
+        assert known[-8:] == [*listed(run, folder / name, "--arm", "off"), *known[-4:]]
+    last = known[-1]
+    view = listed(run, folder / name, last["id"])
+    assert last["uses"] and [one["text"] for one in view["advice"]]
+    assert all(one["text"] for one in view["advice"])
+    code, out, _ = run(folder / name, last["id"][:9])
+    assert code == 0 and "evaluation: on, visit 2" in out and view["advice"][0]["text"] in out
+    assert "Levers: " in out and "copy of the bank" in out
+
+
+def test_episodes_of_a_suite_are_read_from_its_log(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "results.json"
+    options = ["--suite", "vault", "--agent", "oracle", "--episodes", "2", "--results"]
+    assert run_app(main.app, ["bench", "run", *options, str(results)]) == 0
+    capsys.readouterr()
+    log = results.with_suffix(".jsonl")
+    known = listed(run, log)
+    assert known and {one["outcome"] for one in known} == {"success"}
+    assert {one["arm"] for one in known} == {"off"}
+    code, out, _ = run(log, known[0]["id"][:9])
+    assert code == 0 and "Levers: " in out and "  > pull " in out
+    assert "evaluation: off, visit 1" in out and "reward 1" in out
+    code, _, error = run(tmp_path / "results.json")
+    assert code == 2 and error.count("\n") == 1 and "got another file" in error
+
+
+def test_the_log_of_a_suite_shows_entries_where_they_were_read(tmp_path: Path) -> None:
+    told = {"task_id": "lake-3", "prompt_tokens": 0, "response_tokens": 0, "seconds": 0.1}
+    played = PlayedEpisode(
+        task="lake", arm="on", world=3, visit=1, success=True, reward=1.0, turns=2, shown=2, **told,
+        transcript=(
+            PlayedTurn(observation="ice", action="right", reply="I go.\nright", reward=0.0),
+            PlayedTurn(observation="a hole", reply="<ask>where?</ask>", action="<ask>where?</ask>"),
+            PlayedTurn(observation="go down", action="down", reply="down", reward=1.0),
+        ),
+        end="the goal",
+        retrieved=(
+            Retrieved(turn=0, id="e1", text="Go right."), Retrieved(turn=2, id="e2", text="Down.")
+        ),
+    )  # fmt: skip
+    with PlayLog(tmp_path / "log.jsonl", {"seed": 0}) as log:
+        log.append(played.model_copy(update={"success": False, "error": "lost", "again": True}))
+        log.append(played)
+    read = SuiteLog(tmp_path / "log.jsonl")
+    [summary] = read.summaries()
+    assert (summary.part, summary.outcome, summary.task) == (
+        "on, visit 2",
+        "success",
+        "lake lake-3",
+    )
+    found = read.transcript(summary.id)
+    assert found is not None and read.transcript("other") is None
+    assert [(one.action, one.feedback) for one in found.trajectory.turns] == [
+        ("right", "a hole"),
+        ("down", "the goal"),
+    ]
+    assert found.replies == {0: "I go.\nright"} and found.questions[0].turn == 1
+    uses = found.trajectory.uses
+    assert [(one.turn, one.how, found.texts[one.id]) for one in uses] == [
+        (0, "episode_start", "Go right."),
+        (1, "search_and_ask", "Down."),
+    ]
 
 
 def test_text_cannot_steer_the_terminal(run: Run, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from experiential.bank.folder import FolderBank
 from experiential.cli import main
 from experiential.cli.errors import run_app
 from experiential.evaluation.card import make_card
-from experiential.evaluation.episode_log import episode_row
+from experiential.evaluation.episode_log import arm_event, episode_row
+from experiential.evaluation.play_log import PlayedEpisode, PlayedTurn, PlayLog, Retrieved
 from experiential.rollout import Episode
 from experiential.training.metrics import Metrics
 from experiential.types import (
@@ -129,6 +131,29 @@ def test_the_run_is_shown_with_intervals_losses_cost_and_polls_until_it_ends(
         file.write('{"event": "end", "step": 3, "time": 0}\n')
     text = page.get("/run").text
     assert "It has ended" in text and "every 2s" not in text
+
+
+def test_episodes_of_evaluations_and_of_a_suite_are_shown(page: Any, tmp_path: Path) -> None:
+    told = played(TASK, True, [])
+    log = Metrics(tmp_path / "mine" / "evaluation" / "episodes.jsonl")
+    log.emit(arm_event("on", 3, [[Episode(told, (Generation(text="x"),))]], None))
+    log.close()
+    assert told.id[:8] not in page.get("/episodes").text
+    assert told.id[:8] in page.get("/episodes?arm=on").text
+    assert "evaluation: on, visit 1" in page.get(f"/episodes/{told.id}").text
+    told = {"task_id": "lake", "prompt_tokens": 0, "response_tokens": 0, "seconds": 0.1}
+    turn = PlayedTurn(observation="ice", action="go right", reward=1.0)
+    advice = Retrieved(turn=0, id="0123456789", text=EVIL)
+    one = PlayedEpisode(world=0, visit=0, success=True, reward=1.0, turns=1, shown=1, **told)
+    with PlayLog(tmp_path / "log.jsonl", {}) as suite:
+        suite.append(one.model_copy(update={"transcript": (turn,), "retrieved": (advice,)}))
+    with closing(Source(tmp_path / "log.jsonl")) as source:
+        client = testclient.TestClient(create_app(source, TOKEN), base_url="http://127.0.0.1:8000")
+        listed = client.get(f"/?token={TOKEN}")
+        assert listed.url.path == "/episodes" and "what it learned" not in listed.text
+        text = client.get(f"/episodes/{source.episodes()[0].id}").text
+        assert "go right" in text and EVIL not in text and "&lt;script&gt;" in text
+        assert "<code>01234567</code>" in text and "/entries/" not in text
 
 
 def test_the_evaluation_has_arms_differences_and_a_curve(page: Any) -> None:

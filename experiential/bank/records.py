@@ -173,11 +173,15 @@ class EpisodeSummary(Record):
 
     Attributes:
         step: of the run that played it; None where only a bank knows it.
+        arm: what an evaluation showed the agent, such as ``on``; None in training.
+        visit: of an evaluation to this world, from 1.
         success: None where the outcome is unknown, or the episode failed for a technical cause.
     """
 
     id: str
     step: int | None = None
+    arm: str | None = None
+    visit: int | None = None
     task: str
     task_id: str = ""
     success: bool | None
@@ -195,6 +199,11 @@ class EpisodeSummary(Record):
         if self.error is not None:
             return "error"
         return "unknown" if self.success is None else "success" if self.success else "failure"
+
+    @property
+    def part(self) -> str:
+        """Return which part of an evaluation it is, in words; nothing of training."""
+        return "" if self.arm is None else f"{self.arm}, visit {self.visit}"
 
 
 class UsedIn(Record):

@@ -21,20 +21,30 @@ Outcome = Literal["success", "failure", "unknown", "error"]
 
 
 def episodes(
-    path: Annotated[Path, Argument(metavar="RUN|BANK", help="Folder of a run, or of a bank.")],
+    path: Annotated[
+        Path,
+        Argument(
+            metavar="RUN|BANK|LOG",
+            help="Folder of a run, of a bank or of `experiential eval`, or the log of `bench run`.",
+        ),
+    ],
     id: Annotated[
         str | None, Argument(help="Id of an episode, or its beginning: show this one.")
     ] = None,
     task: Annotated[str | None, Option(help="Only those whose task has these words.")] = None,
     outcome: Annotated[Outcome | None, Option(help="Only those with this outcome.")] = None,
     step: Annotated[int | None, Option(help="Only those of this training step.")] = None,
+    arm: Annotated[
+        str | None,
+        Option(help="Those of evaluations under this arm, or all.  [default: those of training]"),
+    ] = None,
     limit: Annotated[int, Option(min=0, help="Show only the newest N; 0 shows all.")] = 50,
     namespace: Namespace = "default",
     as_json: AsJson = False,
 ) -> None:
     """List the episodes of a run or a bank, or show one: its turns, advice and new entries.
 
-    The run may still be in progress.
+    Episodes of evaluations are among those of a run. The run may still be in progress.
     """
     from experiential.errors import BankError, ConfigError
     from experiential.ids import short_ids
@@ -52,16 +62,17 @@ def episodes(
             known = source.episodes()
         except BankError as error:
             raise ConfigError(str(error)) from error
-    found = filtered(known, task, outcome, step)
+    found = filtered(known, task, outcome, step, arm)
     found = found[-limit:] if limit else found
     if as_json:
         show_json([{**one.model_dump(mode="json"), "outcome": one.outcome} for one in found])
         return
-    short = short_ids(one.id for one in known)
+    short, evaluated = short_ids(one.id for one in known), any(one.arm for one in found)
     rows = [
         {
             "id": short[one.id],
             "step": "" if one.step is None else one.step,
+            **({"arm": one.part} if evaluated else {}),
             "outcome": one.outcome,
             "score": f"{one.reward if one.score is None else one.score:g}",
             "guided": "yes" if one.condition.value == "guided" else "no",
@@ -71,6 +82,9 @@ def episodes(
         for one in found
     ]
     show_rows(rows, False)
+    if arm is None and (arms := {one.arm: None for one in known if one.arm}) and not evaluated:
+        count = sum(one.arm is not None for one in known)
+        show_line(Console(), f"and {count} of evaluations: --arm {', '.join(arms)} or all")
 
 
 def show_episode(console: Console, view: EpisodeView) -> None:
@@ -86,10 +100,11 @@ def show_episode(console: Console, view: EpisodeView) -> None:
     say(f"task     {summary.task}")
     step = "" if played.step is None else f", step {played.step}"
     attempt = "" if summary.attempt == 1 else f", attempt {summary.attempt}"
+    part = f"; evaluation: {summary.part}" if summary.part else ""
     score = "" if trajectory.score is None else f", score {trajectory.score:g}"
     say(
         f"outcome  {summary.outcome}, reward {summary.reward:g}{score}; {summary.condition.value}"
-        f"{step}{attempt}"
+        f"{step}{attempt}{part}"
     )
     if summary.error is not None:
         say(f"error    {summary.error}")
@@ -135,7 +150,7 @@ def show_episode(console: Console, view: EpisodeView) -> None:
 def describe_advice(one: Advice) -> str:
     """Return the line above an advice."""
     verb = "retrieved, and rejected by the actor" if one.rejected else "shown"
-    state = "" if one.is_live else ", not live any more"
+    state = ", not live any more" if one.is_live is False else ""
     return (
         f"  | {verb} ({one.how}): entry {one.id[:8]} v{one.version}, score {one.score:.3f}{state}"
     )

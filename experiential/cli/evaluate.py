@@ -133,9 +133,13 @@ def _play(
     """Play all cells that are not finished; when a budget is spent, return those there are."""
     from experiential.cli.view import describe_evaluation
     from experiential.evaluation.cell import cell_store
+    from experiential.evaluation.episode_log import EPISODES_FILE
     from experiential.training.run_evaluation import evaluate_run, finished_cells
 
     store = cell_store(folder, overwrite=not resume)
+    episodes = folder.parent / EPISODES_FILE
+    if not resume:
+        episodes.unlink(missing_ok=True)
     cells: list[Cell] = []
     for run in runs:
 
@@ -144,7 +148,7 @@ def _play(
                 show_line(console, f"{name}: {describe_evaluation(event)}")
 
         try:
-            cells += evaluate_run(run, arms, store, observer=tell)
+            cells += evaluate_run(run, arms, store, observer=tell, episodes=episodes)
         except BudgetError as error:
             cells += finished_cells(run, arms, cell_store(folder)).values()
             if not cells:

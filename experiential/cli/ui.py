@@ -17,7 +17,13 @@ from experiential.errors import MissingExtraError
 
 
 def ui(
-    path: Annotated[Path, Argument(metavar="BANK|RUN", help="Folder of a bank, or of a run.")],
+    path: Annotated[
+        Path,
+        Argument(
+            metavar="BANK|RUN|LOG",
+            help="Folder of a bank, of a run or of `experiential eval`, or the log of `bench run`.",
+        ),
+    ],
     port: Annotated[
         int, Option(min=0, max=65535, help="Port of 127.0.0.1 to listen at; 0 takes a free one.")
     ] = 0,

@@ -1,5 +1,6 @@
-"""Write and read the episodes of a training run: `episodes.jsonl`, one line per step.
+"""Write and read the episodes of a run: `episodes.jsonl`, one line per step of training.
 
+Those of evaluations are in a file of the same form, `evaluation/episodes.jsonl`, one line per arm.
 A row holds what was seen and done in one episode. An observation is written once: that of a turn is
 left out where it repeats the feedback of the turn before.
 """
@@ -7,13 +8,15 @@ left out where it repeats the feedback of the turn before.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from experiential.bank.protocol import Bank
 from experiential.bank.records import EpisodeSummary
 from experiential.errors import ConfigError
 from experiential.rollout import Episode
-from experiential.types import Condition, Record, Trajectory
+from experiential.types import Condition, Record, Trajectory, Use
 
 EPISODES_FILE = "episodes.jsonl"
 
@@ -66,6 +69,32 @@ def episode_row(episode: Episode) -> dict[str, Any]:
     return row
 
 
+def arm_event(
+    arm: str, step: int, visits: Sequence[Sequence[Episode]], bank: Bank | None
+) -> dict[str, Any]:
+    """Return the line of an arm of an evaluation.
+
+    Its bank is gone afterwards, so that the rows hold the text of what was shown.
+    """
+    rows: list[dict[str, Any]] = []
+    for number, episodes in enumerate(visits, 1):
+        for episode in episodes:
+            row: dict[str, Any] = {**episode_row(episode), "arm": arm, "visit": number}
+            for use, shown in zip(episode.trajectory.uses, row["shown"], strict=True):
+                if bank is not None and (text := shown_text(bank, use)) is not None:
+                    shown["text"] = text
+            rows.append(row)
+    return {"event": "episodes", "step": step, "arm": arm, "rows": rows}
+
+
+def shown_text(bank: Bank, use: Use) -> str | None:
+    """Return what an agent read of an entry; None if the bank does not know it."""
+    if use.refinement and (refined := bank.generation(use.refinement)) is not None:
+        return refined.text
+    entry = bank.version(use.experience_id, use.experience_version)
+    return None if entry is None else entry.text
+
+
 class Question(Record):
     """Hold a reply by which the actor asked the bank, before the action of a turn (from 0)."""
 
@@ -82,6 +111,7 @@ class PlayedTranscript(Record):
         replies: all that the model wrote, by turn, where that is more than the action.
         questions: replies that asked the bank.
         advice: a block that a method showed in place of what the bank would give.
+        texts: what was shown, by the id of the use, where no bank can tell it.
     """
 
     trajectory: Trajectory
@@ -89,10 +119,11 @@ class PlayedTranscript(Record):
     replies: dict[int, str] = {}
     questions: tuple[Question, ...] = ()
     advice: str = ""
+    texts: dict[str, str] = {}
 
 
 class EpisodeLog:
-    """Read the episodes of a run, also while it goes on.
+    """Read the episodes of a run or of its evaluations, also while it goes on.
 
     It keeps summaries in memory; the text of an episode is read from the file when asked for.
 
@@ -161,6 +192,7 @@ def _transcript(row: dict[str, Any], step: int) -> PlayedTranscript:
             replies[number] = turn.pop("reply")
         turns.append({"observation": before} | turn)
         before = turn.get("feedback", "")
+    texts = {use["id"]: use.pop("text") for use in row["shown"] if "text" in use}
     same = ("id task task_id instance group seed score reward policy_version error").split()
     trajectory = Trajectory.model_validate(
         {
@@ -177,4 +209,5 @@ def _transcript(row: dict[str, Any], step: int) -> PlayedTranscript:
         replies=replies,
         questions=row.get("questions", ()),
         advice=row.get("advice", ""),
+        texts=texts,
     )

@@ -22,6 +22,7 @@ from experiential.bank.options import bank_settings
 from experiential.bank.protocol import ForkableBank
 from experiential.config import Arm, Experiment
 from experiential.evaluation.arms import attempts, opened_arm
+from experiential.evaluation.episode_log import arm_event
 from experiential.evaluation.players import RandomPlayer
 from experiential.llm.metered import Meter, Spent
 from experiential.llm.rounds import Rounds
@@ -137,6 +138,7 @@ class VisitEvaluator:
             ``Metered``); without them costs are seconds alone.
         critic: reviews what is retrieved, as in training.
         rounds: what ``extractor`` asks, in a run that can be repeated.
+        record: receives the episodes of each arm, as an event of `episode_log`.
     """
 
     def __init__(
@@ -149,9 +151,10 @@ class VisitEvaluator:
         meters: Meters | None = None,
         critic: Reviewer | None = None,
         rounds: Rounds | None = None,
+        record: Callable[[dict[str, Any]], object] | None = None,
     ) -> None:
         self._experiment, self._make_actor, self._extractor = experiment, make_actor, extractor
-        self._rounds = rounds
+        self._rounds, self._record = rounds, record
         self._make_env, self._meters, self._critic = make_env, meters or Meters(), critic
         arguments = experiment.env.kwargs | experiment.env.eval
         listed, self._chance = world_facts(experiment.env.id, arguments)
@@ -218,6 +221,9 @@ class VisitEvaluator:
                     async with opened.visit():
                         visits.append(await rollout.play(jobs))
                         refuse_broken(visits[-1])
+            if self._record is not None:
+                own = None if opened.manager is None else opened.manager.bank
+                self._record(arm_event(arm, step, visits, own))
         cost = Cost(
             seconds=time.perf_counter() - begin,
             actor=meters.actor.spent() - actor_before,

@@ -55,13 +55,15 @@ def evaluate_run(
     store: ResultStore[Cell],
     *,
     observer: Observer | None = None,
+    episodes: Path | None = None,
 ) -> list[Cell]:
     """Return one cell for each arm that the run can play, in order.
 
     Without a bank these are ``off`` and the baselines.
 
     Cells in ``store`` are not played again; others are stored as soon as they are finished.
-    ``observer`` receives the events of the episodes.
+    ``observer`` receives the events of the episodes, and ``episodes`` is the file that the episodes
+    are added to.
 
     Raises:
         BudgetError: the budget of a backend is spent; `finished_cells` has what was played.
@@ -86,7 +88,7 @@ def evaluate_run(
 
     with TemporaryDirectory(prefix="experiential-eval-") as scratch:
         trainer = Trainer(only_evaluation(run.experiment, left), Path(scratch), observer=observe)
-        asyncio.run(trainer.aevaluate(run.checkpoint, run.manifest))
+        asyncio.run(trainer.aevaluate(run.checkpoint, run.manifest, episodes))
     return [found[arm] for arm in wanted]
 
 

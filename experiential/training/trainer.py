@@ -89,6 +89,7 @@ class Trainer:
         self._restored = self._store.latest() if resume else None
         self._observer, self._given, self._warnings = observer, runtimes, tuple(warnings)
         self._start = self._at = 0
+        self._evaluated = self.output / "evaluation" / EPISODES_FILE  # episodes of evaluations
         self._visits: list[Visits] = []
         self._bank: ForkableBank | None = None
         self._manager: ExperienceManager | None = None
@@ -185,9 +186,18 @@ class Trainer:
         cost = {"seconds": time.perf_counter() - begin, "peak_memory_gb": peak_memory_gb()}
         return {"event": "end", "step": self._at, "reason": reason} | cost
 
-    async def aevaluate(self, checkpoint: Path, manifest: dict[str, Any]) -> list[dict[str, Any]]:
-        """Evaluate any run's checkpoint in this run's folder; return the eval events."""
+    async def aevaluate(
+        self, checkpoint: Path, manifest: dict[str, Any], episodes: Path | None = None
+    ) -> list[dict[str, Any]]:
+        """Evaluate any run's checkpoint in this run's folder; return the eval events.
+
+        Args:
+            checkpoint: its folder.
+            manifest: what it says of itself.
+            episodes: the file that the episodes are added to, in place of the run's own.
+        """
         self._restored = checkpoint, manifest
+        self._evaluated = episodes or self._evaluated
         async with contextlib.AsyncExitStack() as stack:
             await self._open(stack)
             await self._evaluate(self._start)
@@ -411,6 +421,7 @@ class Trainer:
                 answering = rounds = Rounds(answering)
             extractor = self._roles.extractor(answering)
         llm, temperature = Metered(self.actor, meters.actor), self.experiment.eval.temperature
+        episodes = Metrics(self._evaluated)
         evaluator = VisitEvaluator(
             self.experiment,
             lambda: self._roles.actor(temperature, llm),
@@ -419,14 +430,16 @@ class Trainer:
             meters=meters,
             critic=self._reviewer(llm),
             rounds=rounds,
+            record=episodes.emit,
         )
         scratch = self.output / "evaluation" / f"step-{step:06d}"
         shutil.rmtree(scratch, ignore_errors=True)
-        for arm in self.experiment.eval.arms:
-            if arm not in NEEDS_BANK or self._bank is not None:
-                visits = await evaluator.play(arm, step, self._bank, scratch / arm)
-                self._visits.append(visits)
-                self._metrics.emit(visits.event())
+        with contextlib.closing(episodes):
+            for arm in self.experiment.eval.arms:
+                if arm not in NEEDS_BANK or self._bank is not None:
+                    visits = await evaluator.play(arm, step, self._bank, scratch / arm)
+                    self._visits.append(visits)
+                    self._metrics.emit(visits.event())
 
     async def _checkpoint(self, step: int) -> None:
         draft = self._store.begin(step)
@@ -462,6 +475,10 @@ class Trainer:
         self._start = self._at = int(manifest["step"])
         self._metrics.rewind(self._start)
         self._episodes.rewind(self._start)
+        own = self.output / "evaluation" / EPISODES_FILE
+        if own.is_file():
+            with contextlib.closing(Metrics(own)) as episodes:
+                episodes.rewind(self._start)
 
     def _summary(self, steps: int, seconds: float) -> dict[str, Any]:
         last = {v.arm: v for v in self._visits if v.step == steps}

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 HOSTS = ("127.0.0.1", "localhost", "::1")
 LISTED = 200
 """Rows of a list on one page."""
+KEYS = ("task", "outcome", "step", "arm")
+"""By which episodes are filtered."""
 MAX_FORM = 2**20
 HEADERS = {
     "content-security-policy": (
@@ -64,7 +66,8 @@ def create_app(source: Source, token: str, *, cookie: str = "experiential") -> S
         return HTMLResponse(page.render(name, **known, **values), status)
 
     def home(request: Request) -> Response:
-        return RedirectResponse("/run" if source.run else "/entries", 303)
+        first = "/run" if source.run else "/entries" if source.has_bank else "/episodes"
+        return RedirectResponse(first, 303)
 
     def run(request: Request) -> Response:
         return shown("run.html", title="Run", here="/run", **page.run_values(source))
@@ -87,9 +90,10 @@ def create_app(source: Source, token: str, *, cookie: str = "experiential") -> S
         return shown("entry.html", title=f"Entry {view.row.entry.id[:8]}", here="", view=view)
 
     def episodes(request: Request) -> Response:
-        asked = {name: request.query_params.get(name, "") for name in ("task", "outcome", "step")}
+        asked = {name: request.query_params.get(name, "") for name in KEYS}
         every, step = source.episodes(), int(asked["step"]) if asked["step"] else None
-        rows = filtered(reversed(every), asked["task"], asked["outcome"], step)
+        chosen = (asked["task"], asked["outcome"], step, asked["arm"])
+        rows = filtered(reversed(every), *chosen)
         values: dict[str, Any] = {"rows": rows, "total": len(every), **asked}
         return shown("episodes.html", title="Episodes", here="/episodes", **values)
 

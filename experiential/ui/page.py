@@ -97,7 +97,8 @@ def run_values(source: Source) -> dict[str, Any]:
     events = source.events()
     now = time.time()
     age = now - events[-1].get("time", now) if events else 0.0
-    return {"run": view_run(events, source.episodes()), "age": age}
+    trained = [one for one in source.episodes() if one.arm is None]
+    return {"run": view_run(events, trained), "age": age}
 
 
 def evaluation_values(source: Source) -> dict[str, Any]:
@@ -113,7 +114,7 @@ def write_report(source: Source, path: Path) -> Path:
     Raises:
         MissingExtraError: Jinja2 is not installed.
     """
-    known = source.episodes()
+    known = [one for one in source.episodes() if one.arm is None]
     episodes: list[EpisodeView] = [source.episode(one.id) for one in known[-STATIC_EPISODES:]]
     entries = [source.entry(row.entry.id) for row in source.entries()]
     ids = {view.row.entry.id for view in entries} | {view.summary.id for view in episodes}

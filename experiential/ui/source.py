@@ -23,7 +23,14 @@ from experiential.bank.storage.journal import JOURNAL_NAME
 from experiential.bank.storage.lock import lock_owner
 from experiential.errors import BankError, ConfigError
 from experiential.evaluation.card import Card
-from experiential.evaluation.episode_log import EPISODES_FILE, EpisodeLog, PlayedTranscript
+from experiential.evaluation.episode_log import (
+    EPISODES_FILE,
+    EpisodeLog,
+    PlayedTranscript,
+    shown_text,
+)
+from experiential.evaluation.play_log import read_settings
+from experiential.evaluation.suite_episodes import SuiteLog
 from experiential.ids import whole_id
 from experiential.training.metrics import read_events
 from experiential.types import Experience, Record
@@ -38,7 +45,8 @@ class Advice(Record):
         turn: at whose observation, from 0.
         text: what was shown; None where the bank of the run is gone.
         rejected: the actor rejected it, so that it was not shown.
-        is_live: whether this version is what the bank holds today.
+        is_live: whether this version is what the bank holds today; None where it never knew it, as
+            it does not know what the copy of an evaluation held.
     """
 
     turn: int
@@ -49,7 +57,7 @@ class Advice(Record):
     rank: int
     score: float
     rejected: bool
-    is_live: bool
+    is_live: bool | None
 
 
 class Written(Record):
@@ -113,34 +121,41 @@ class Letter(DeadLetter):
 
 
 class Source:
-    """Read the folder of a bank, or of a run with or without one.
+    """Read the folder of a bank, of a run with or without one, or of `experiential eval`.
+
+    The log of a suite, a file, is read as well: it has episodes alone.
 
     A bank is read as a private copy, made anew when its journal has changed. All methods may be
     called from any thread.
 
     Args:
-        path: the folder.
+        path: the folder, or the file.
         namespace: of the bank.
 
     Raises:
-        ConfigError: the folder is neither.
+        ConfigError: it is none of these.
     """
 
     def __init__(self, path: Path, namespace: str = "default") -> None:
         self.path, self.namespace = path, namespace
         is_bank = (path / JOURNAL_NAME).is_file()
         files = (EPISODES_FILE, METRICS_FILE, CARD_FILE)
-        self.run = None if is_bank else path
-        if not is_bank and not any((path / name).is_file() for name in files):
+        self.run = None if is_bank or path.is_file() else path
+        if self.run is not None and not any((path / name).is_file() for name in files):
             raise ConfigError(
-                f"Expected the folder of a bank ({JOURNAL_NAME}) or of a run ({EPISODES_FILE}), got"
-                f" {path}"
+                f"Expected the folder of a bank ({JOURNAL_NAME}) or of a run ({EPISODES_FILE}), or"
+                f" the log of a suite (.jsonl), got {path}"
             )
         self.bank_folder = path if is_bank else path / "bank"
         self._lock = threading.RLock()
         self._bank: FolderBank | None = None
         self._seen: object = None  # the state of the journal that was copied
-        self._log = None if is_bank else EpisodeLog(path / EPISODES_FILE)
+        self._logs: list[EpisodeLog | SuiteLog] = []
+        if path.is_file():
+            read_settings(path)  # refuses another file
+            self._logs.append(SuiteLog(path))
+        elif not is_bank:
+            self._logs += [EpisodeLog(path / at / EPISODES_FILE) for at in ("", "evaluation")]
 
     @property
     def name(self) -> str:
@@ -210,12 +225,15 @@ class Source:
     def episodes(self) -> list[EpisodeSummary]:
         """Return all episodes, oldest first: those that the run played, or that the bank recorded.
 
+        Those of an evaluation follow the step that it looks at.
+
         Raises:
             ConfigError: the run was written by an older version.
         """
         with self._lock:
-            if self._log is not None and self._log.path.is_file():
-                return self._log.summaries()
+            if logs := [log for log in self._logs if log.path.is_file()]:
+                known = [one for log in logs for one in log.summaries()]
+                return sorted(known, key=lambda one: one.step or 0)  # stable
             with self.bank() as bank:
                 return [] if bank is None else bank.episodes()
 
@@ -232,7 +250,8 @@ class Source:
                 known = {one.id: one for one in bank.episodes()}
             wanted, see = f"the id of an episode of {self.path}", "experiential episodes"
             id = whole_id(prefix, known, wanted, f"{see} {self.path}")
-            transcript = None if self._log is None else self._log.transcript(id)
+            found = (log.transcript(id) for log in self._logs if log.path.is_file())
+            transcript = next((one for one in found if one is not None), None)
             if transcript is None and bank is not None:
                 recorded = bank.trajectory(id)
                 transcript = None if recorded is None else PlayedTranscript(trajectory=recorded)
@@ -242,6 +261,8 @@ class Source:
                 )
             advice = tuple(self._advice(bank, transcript))
             written, answers, distilled = self._written(bank, id)
+            if known[id].arm is not None:
+                distilled = "what an evaluation writes goes into a copy of the bank"
             return EpisodeView(
                 summary=known[id],
                 transcript=transcript,
@@ -253,13 +274,12 @@ class Source:
 
     def _advice(self, bank: FolderBank | None, transcript: PlayedTranscript) -> Iterable[Advice]:
         for use in transcript.trajectory.uses:
-            text, live = None, None
+            text, is_live = transcript.texts.get(use.id), None
             if bank is not None:
-                entry = bank.version(use.experience_id, use.experience_version)
-                refined = bank.generation(use.refinement) if use.refinement else None
-                text = None if entry is None else entry.text
-                text = text if refined is None else refined.text
-                live = bank.get(use.experience_id)
+                text = shown_text(bank, use) if text is None else text
+                if bank.version(use.experience_id, use.experience_version) is not None:
+                    live = bank.get(use.experience_id)
+                    is_live = live is not None and live.version == use.experience_version
             yield Advice(
                 turn=use.turn,
                 how=use.how,
@@ -269,7 +289,7 @@ class Source:
                 rank=use.rank,
                 score=use.score,
                 rejected=use.verdict == "reject",
-                is_live=live is not None and live.version == use.experience_version,
+                is_live=is_live,
             )
 
     def _written(
@@ -426,13 +446,20 @@ def filtered(
     task: str | None = None,
     outcome: str | None = None,
     step: int | None = None,
+    arm: str | None = None,
 ) -> list[EpisodeSummary]:
-    """Return the episodes whose task has the words, that ended so, and that a step played."""
-    words = (task or "").casefold().split()
+    """Return the episodes whose task has the words, that ended so, of a step and of an arm.
+
+    Without an arm these are the episodes of training where there are any; ``all`` takes all.
+    """
+    known, words = list(known), (task or "").casefold().split()
+    if not arm:
+        arm = None if any(one.arm is None for one in known) else "all"
     return [
         one
         for one in known
         if all(word in f"{one.task} {one.task_id}".casefold() for word in words)
         and outcome in (None, "", one.outcome)
         and step in (None, one.step)
+        and arm in ("all", one.arm)
     ]
