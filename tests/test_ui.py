@@ -162,6 +162,21 @@ def test_the_evaluation_has_arms_differences_and_a_curve(page: Any) -> None:
     assert "on minus off" in text and "+100 [+7, +100]" in text
 
 
+def test_a_verdict_stands_beside_the_interval_and_uses_that_it_rests_on(
+    page: Any, folder: Path
+) -> None:
+    door = entry_id(folder, "red key")
+    with closing(Source(folder)) as source:
+        [row] = [row for row in source.entries() if row.entry.id == door]
+    low, high = (f"{100 * end:+.0f}" for end in row.standing.interval)
+    assert row.standing.interval[0] < 0 < row.standing.interval[1] and row.helps > 0.7
+    listed = page.get("/entries").text
+    assert f"<td>unproven</td><td>{low} to {high}</td><td>3</td>" in listed
+    text = " ".join(page.get(f"/entries/{door}").text.split())
+    assert "<strong>unproven</strong>, from 3 uses with a known outcome. Success" in text
+    assert f"{low} to {high} points" in text and "the interval contains zero" in text
+
+
 def test_entries_are_ranked_searched_and_shown_with_their_episodes(page: Any, folder: Path) -> None:
     text = page.get("/entries").text
     assert text.index("The red key") < text.index("document.title")  # it helped
@@ -171,7 +186,7 @@ def test_entries_are_ranked_searched_and_shown_with_their_episodes(page: Any, fo
     door = entry_id(folder, "red key")
     text = page.get(f"/entries/{door}").text
     episodes = re.findall(r"/episodes/(\w{32})", text)
-    assert len(episodes) == 3 and "posterior probability" in text
+    assert len(episodes) == 3 and "posterior of helping" in text
     # from the entry to an episode that it was shown in, and back
     text = page.get(f"/episodes/{episodes[0]}").text
     assert "advice shown (episode_start)" in text and f"/entries/{door}" in text
