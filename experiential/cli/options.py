@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Option
 
+from experiential.cli.completion import complete_part, complete_suite
 from experiential.cli.errors import show_version
 from experiential.config import ModelSettings, ServerSettings
 from experiential.errors import ConfigError, first_problem
@@ -27,21 +28,24 @@ Embedder = Annotated[
     str | None,
     Option(
         help="For a new bank: a sentence-transformers name or folder, hashing, or openai:MODEL@URL"
-        " for a server."
+        " for a server.",
+        autocompletion=complete_part("embedders", "hashing"),
     ),
 ]
 Store = Annotated[
     str | None,
     Option(
         help="Index from now on: chroma, address of a Chroma server, exact, an entry point or"
-        " module:attribute. By default it does not change."
+        " module:attribute. By default it does not change.",
+        autocompletion=complete_part("stores", "exact"),
     ),
 ]
 Backend = Annotated[
     str | None,
     Option(
         help="Backend of the model: local (default), openai (default with --base-url), scripted,"
-        " an entry point of experiential.llms, or module:attribute."
+        " an entry point of experiential.llms, or module:attribute.",
+        autocompletion=complete_part("llms"),
     ),
 ]
 BaseUrl = Annotated[
@@ -72,7 +76,11 @@ BackendOption = Annotated[
 # Of a suite and the agent that plays it
 
 SuiteName = Annotated[
-    str, Option(help="A name of `experiential bench suites`, or module:attribute.")
+    str,
+    Option(
+        help="A name of `experiential bench suites`, or module:attribute.",
+        autocompletion=complete_suite,
+    ),
 ]
 TaskNames = Annotated[
     str | None, Option(help="Only these tasks of the suite, separated by commas.")

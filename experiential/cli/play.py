@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.console import Console
 from typer import Argument, Option
 
+from experiential.cli.completion import complete_setting
 from experiential.cli.options import AsJson
 from experiential.cli.rows import printable, show_json, show_line
 from experiential.errors import ConfigError
@@ -27,7 +28,11 @@ def play(
     run: Annotated[Path, Argument(metavar="RUN", help="Output folder of a run, or of an export.")],
     overrides: Annotated[
         list[str] | None,
-        Argument(metavar="[key=value]...", help="Settings to change, e.g. eval.temperature=0."),
+        Argument(
+            metavar="[key=value]...",
+            help="Settings to change, e.g. eval.temperature=0.",
+            autocompletion=complete_setting,
+        ),
     ] = None,
     episodes: Annotated[int, Option(min=1, help="Episodes to play.")] = 1,
     env: Annotated[

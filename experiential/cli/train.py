@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from rich.console import Console
 from typer import Argument, Option
 
+from experiential.cli.completion import complete_part, complete_recipe, complete_setting
 from experiential.cli.errors import Interrupted, complain, new_app, run_process
 from experiential.cli.estimate import describe_cost
 from experiential.cli.examples import add_examples
@@ -30,12 +31,18 @@ app = new_app("Train an actor and an experience extractor together.", completion
 def train(
     overrides: Annotated[
         list[str] | None,
-        Argument(metavar="[key=value]...", help="Settings to change, e.g. run.steps=5."),
+        Argument(
+            metavar="[key=value]...",
+            help="Settings to change, e.g. run.steps=5.",
+            autocompletion=complete_setting,
+        ),
     ] = None,
     recipe: Annotated[
         str | None,
         Option(
-            help="Recipe, with profiles as in NAME+small, or a YAML file.  [default: complementary]"
+            help="Recipe, with profiles as in NAME+small, or a YAML file.  [default:"
+            " complementary]",
+            autocompletion=complete_recipe,
         ),
     ] = None,
     resume: Annotated[
@@ -58,7 +65,11 @@ def train(
     seed: Annotated[int | None, Option(help="Same as seed=N.")] = None,
     runtime: Annotated[
         str | None,
-        Option(metavar="local|openrlhf|frozen", help="Same as runtime=NAME; openrlhf is bfloat16."),
+        Option(
+            metavar="local|openrlhf|frozen",
+            help="Same as runtime=NAME; openrlhf is bfloat16.",
+            autocompletion=complete_part("runtimes"),
+        ),
     ] = None,
     actor_url: Annotated[
         str | None,
