@@ -1095,6 +1095,29 @@ class TestMain:
         [row] = [row for row in rows if row["extra"] == "cluster"]
         assert "--cluster" in row["found"]
 
+    def test_doctor_fails_where_a_required_package_is_missing(
+        self, run_main: Train, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from experiential.cli import doctor
+
+        monkeypatch.setattr(doctor, "version_of", lambda name: "" if name == "httpx" else "1.0")
+        code, out, error = run_main("doctor", "--json")
+        assert code == 1 and "broken: httpx" in error and error.count("\n") == 1
+        assert [row["name"] for row in json.loads(out) if row["broken"]] == ["httpx"]
+
+    def test_doctor_fails_where_torch_does_not_load(self, tmp_path: Path) -> None:
+        (tmp_path / "torch.py").write_text("raise OSError('libcudart.so: cannot open')")
+        path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        done = subprocess.run(
+            [sys.executable, "-m", "experiential.cli.main", "doctor"],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 1 and "broken: accelerator" in done.stderr
+        assert "Traceback" not in done.stderr and "libcudart.so" in done.stdout
+
     def test_doctor_names_missing_extras(
         self, run_main: Train, monkeypatch: pytest.MonkeyPatch
     ) -> None:

