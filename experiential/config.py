@@ -165,7 +165,8 @@ class ModelSettings(Settings):
 
     name: str = "tiny"
     """tiny, smollm2, a folder in Hugging Face format (weights, or a LoRA adapter to be added to
-    its base), a hub name, or the name at the server"""
+    its base), a hub name, or the name at the server; a recipe file must say it, or extend a model
+    profile that does"""
     server: ServerSettings | None = None
     """server that answers in place of weights loaded here; needs runtime: frozen"""
     generator: Literal["engine", "vllm"] = "engine"

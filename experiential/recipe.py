@@ -94,7 +94,7 @@ def load_experiment(recipe: str | Path, overrides: Sequence[str] = ()) -> Experi
 
     Raises:
         ConfigError: unknown recipe or key (the nearest is named), unreadable YAML, a value of the
-            wrong type, or no environment.
+            wrong type, no environment, or no model.
     """
     tree = Tree()
     for layer in _compose(recipe):
@@ -111,6 +111,11 @@ def load_experiment(recipe: str | Path, overrides: Sequence[str] = ()) -> Experi
         raise ConfigError(
             f"Expected env.id, got none in {recipe}; set it to the id of an environment, or extend"
             f" one of {', '.join(profile_names('environments'))}"
+        )
+    if not (cast("Tree", tree.get("model") or {})).get("name"):
+        raise ConfigError(
+            f"Expected model.name, got none in {recipe}; set it to a model, or extend one of"
+            f" {', '.join(profile_names('models'))}"
         )
     _complete(tree)
     try:

@@ -464,11 +464,11 @@ class TestUserErrors:
     def test_eval_of_a_run_without_a_checkpoint_or_into_a_file(
         self, run_main: Train, tmp_path: Path
     ) -> None:
-        (tmp_path / "config.yaml").write_text("extends: [grpo, vault]\n")
+        (tmp_path / "config.yaml").write_text("extends: [grpo, tiny, vault]\n")
         assert_user_error(run_main("eval", tmp_path), "Expected a checkpoint")
         (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
         (tmp_path / "checkpoints" / "step-000001" / "manifest.json").write_text('{"step": 1}')
-        (tmp_path / "config.yaml").write_text("extends: [complementary, vault]\n")
+        (tmp_path / "config.yaml").write_text("extends: [complementary, tiny, vault]\n")
         assert_user_error(run_main("eval", tmp_path), "Expected a bank")
         assert_user_error(
             run_main(

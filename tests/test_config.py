@@ -183,7 +183,8 @@ def test_unknown_recipe_names_the_nearest() -> None:
 
 def test_a_file_extends_a_bundled_recipe_and_its_neighbours(tmp_path: Path) -> None:
     write(
-        tmp_path / "base.yaml", "extends: [grpo, vault]\nrun: {steps: 3}\nactor: {group_size: 4}\n"
+        tmp_path / "base.yaml",
+        f"extends: [grpo, vault]\n{TINY}run: {{steps: 3}}\nactor: {{group_size: 4}}\n",
     )
     mine = write(tmp_path / "mine.yaml", "extends: base.yaml\nactor: {groups: 2}\n")
     experiment = load_experiment(mine)
@@ -197,6 +198,7 @@ def test_a_file_extends_a_bundled_recipe_and_its_neighbours(tmp_path: Path) -> N
 
 
 ENV = "env: {id: experiential/Sokoban-v0}\n"
+TINY = "model: {name: tiny}\n"
 COMPOSED = {"complementary-7b"}  # names its own profiles
 
 
@@ -206,7 +208,7 @@ def test_a_method_by_name_is_the_tiny_model_on_vault(tmp_path: Path, name: str) 
     by_name, composed = load_experiment(name), load_experiment(write(tmp_path / "a.yaml", text))
     assert by_name.model_copy(update={"run": composed.run}) == composed
     assert by_name.model.name == "tiny" and by_name.env.train["worlds"] == 160
-    alone = load_experiment(write(tmp_path / "b.yaml", f"extends: {name}\n{ENV}")).run
+    alone = load_experiment(write(tmp_path / "b.yaml", f"extends: {name}\n{ENV}{TINY}")).run
     # The length of the quickstart holds wherever the method says nothing about it.
     assert composed.run == alone and alone.minutes is None
     usual, quick = RunSettings(), RunSettings(steps=80, minutes=4, checkpoint_every=25)
@@ -221,7 +223,8 @@ def test_a_recipe_that_names_its_profiles_is_completed_by_none(tmp_path: Path) -
 
 
 def test_a_file_takes_the_method_alone(tmp_path: Path) -> None:
-    experiment = load_experiment(write(tmp_path / "mine.yaml", f"extends: complementary\n{ENV}"))
+    mine = write(tmp_path / "mine.yaml", f"extends: complementary\n{ENV}{TINY}")
+    experiment = load_experiment(mine)
     assert experiment.actor.guided == "half" and experiment.extractor.train
     method_alone = Experiment(recipe="mine", env=EnvSettings(id="experiential/Sokoban-v0"))
     assert experiment == method_alone, "no number of a profile"
@@ -256,10 +259,20 @@ def test_a_profile_alone_is_no_recipe() -> None:
 
 
 def test_a_file_without_an_environment_is_refused(tmp_path: Path) -> None:
-    mine = write(tmp_path / "mine.yaml", "extends: complementary\n")
+    mine = write(tmp_path / "mine.yaml", f"extends: complementary\n{TINY}")
     with pytest.raises(ConfigError, match=r"Expected env.id, got none in .*environments/vault"):
         load_experiment(mine)
     assert load_experiment(mine, ["env.id=mine:Game-v0"]).env.id == "mine:Game-v0"
+
+
+@pytest.mark.parametrize("model", ["", "model: {lora: {}}\n", "model: null\n"])
+def test_a_file_without_a_model_is_refused_and_not_trained_with_the_toy(
+    tmp_path: Path, model: str
+) -> None:
+    mine = write(tmp_path / "mine.yaml", f"extends: complementary\n{ENV}{model}")
+    with pytest.raises(ConfigError, match=r"Expected model.name, got none in .*models/tiny"):
+        load_experiment(mine)
+    assert load_experiment(mine, ["model.name=smollm2"]).model.name == "smollm2"
 
 
 @pytest.mark.parametrize("nothing", ["null", "{}"])

@@ -105,7 +105,7 @@ def test_an_environment_that_raises_is_shown_with_file_and_line(
 def test_an_environment_without_text_is_refused_in_one_line_that_names_the_key(
     foreign: Path, capsys: pytest.CaptureFixture[str], env_id: str
 ) -> None:
-    assert run_train(f"extends: grpo\nenv: {{id: {env_id}}}\n") == 2
+    assert run_train(f"extends: [grpo, tiny]\nenv: {{id: {env_id}}}\n") == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and f"Expected {env_id!r} to speak text" in error
     assert "set env.text" in error and not Path("run").exists()
@@ -139,7 +139,7 @@ def test_an_environment_without_text_is_wrapped_from_the_recipe(foreign: Path) -
 def test_a_wrong_wrapping_is_one_line(
     foreign: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
 ) -> None:
-    assert run_train(f"extends: grpo\nenv: {{id: Blackjack-v1, text: {text}}}\n") == 2
+    assert run_train(f"extends: [grpo, tiny]\nenv: {{id: Blackjack-v1, text: {text}}}\n") == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
 
