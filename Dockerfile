@@ -7,6 +7,7 @@
 FROM python:3.12-slim-bookworm AS build
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE constraints.txt experiential_verifiers.py ./
+COPY tools/project_urls.py ./tools/project_urls.py
 COPY experiential ./experiential
 RUN python -m venv /venv \
     && /venv/bin/pip install --no-cache-dir "torch==2.13.0" --index-url https://download.pytorch.org/whl/cpu \

@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 HATCH = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
@@ -64,6 +65,39 @@ def test_the_page_of_an_index_has_no_link_into_the_repository() -> None:
     assert re.findall(r"\]\((?!https?:)[^)]*\)", text) == []
     assert "An outcome that nobody" in " ".join(text.split())  # the words of a link stay
     assert "| `complementary` |" in text and "Left: training" not in text
+
+
+@pytest.mark.parametrize("address", ["https://forge.example/someone/experiential", "", "ftp://x"])
+def test_a_build_names_the_repository_that_releases_it_and_no_other(
+    address: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("hatch_fancy_pypi_readme", reason="needs the build's own packages")
+    built = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "-d", str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"EXPERIENTIAL_REPOSITORY": address},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if address.startswith("ftp"):
+        assert built.returncode and "Expected an address that begins with https://" in built.stderr
+        return
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        text = archive.read(metadata).decode()
+    urls = re.findall(r"^Project-URL: (.*)$", text, flags=re.MULTILINE)
+    assert urls == ([f"Repository, {address}", f"Issues, {address}/issues"] if address else [])
+
+
+def test_the_release_workflow_builds_with_the_address_of_its_repository() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
+    (step,) = (
+        one for one in workflow["jobs"]["build"]["steps"] if "-m build" in one.get("run", "")
+    )
+    address = "${{ github.server_url }}/${{ github.repository }}"
+    assert step["env"] == {"EXPERIENTIAL_REPOSITORY": address}
 
 
 @pytest.mark.slow
