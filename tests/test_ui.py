@@ -162,6 +162,18 @@ def test_the_evaluation_has_arms_differences_and_a_curve(page: Any) -> None:
     assert "on minus off" in text and "+100 [+7, +100]" in text
 
 
+def test_pages_of_entries_take_the_beginning_of_an_id_also_of_a_retired_one(
+    page: Any, folder: Path
+) -> None:
+    door, evil = entry_id(folder, "red key"), entry_id(folder, "document.title")
+    assert door in page.get(f"/entries/{door[:9]}").text
+    page.post(f"/entries/{evil}/retire")
+    retired = page.get(f"/entries/{evil[:9]}").text
+    assert evil in retired and "is retired" in retired
+    missing = page.get("/entries/zz")
+    assert missing.status_code == 404 and "Expected the id of an entry" in missing.text
+
+
 def test_a_verdict_stands_beside_the_interval_and_uses_that_it_rests_on(
     page: Any, folder: Path
 ) -> None:

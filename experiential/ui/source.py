@@ -338,20 +338,19 @@ class Source:
         """Return all that is known of one entry, live or retired.
 
         Raises:
-            ConfigError: no id of a live entry begins with ``prefix``, and no entry ever had it.
+            ConfigError: no id of an entry, or of several entries, begins with ``prefix``.
         """
         with self.bank() as bank:
             if bank is None:
                 raise ConfigError(f"Expected a bank in {self.path}, got none")
             live = {entry.id: entry for entry in bank}
-            near = [id for id in live if id.startswith(prefix)] if prefix else []
-            id = near[0] if len(near) == 1 else prefix
+            near = [id for id in live if id.startswith(prefix)]
+            wanted, see = f"the id of an entry of {self.bank_folder}", "experiential bank ls"
+            id = whole_id(prefix, near or bank.ids(), wanted, f"{see} {self.bank_folder}")
             try:
                 log = bank.history(id)
-            except (BankError, ValueError):
-                raise ConfigError(
-                    f"Expected the id of one entry of {self.bank_folder}, got {prefix!r}"
-                ) from None
+            except (BankError, ValueError):  # it is that of an episode
+                raise ConfigError(f"Expected {wanted}, got {prefix!r}") from None
             versions = list[Version]()
             last: Experience | None = None
             for commit in log:
