@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -15,8 +16,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tools import release
+
 ROOT = Path(__file__).parents[1]
 HATCH = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
+RELEASE = ROOT / ".github" / "workflows" / "release.yml"
 SUITES = "experiential/evaluation/suites.py"
 
 
@@ -92,12 +96,42 @@ def test_a_build_names_the_repository_that_releases_it_and_no_other(
 
 
 def test_the_release_workflow_builds_with_the_address_of_its_repository() -> None:
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
+    workflow = yaml.safe_load(RELEASE.read_text())
     (step,) = (
         one for one in workflow["jobs"]["build"]["steps"] if "-m build" in one.get("run", "")
     )
     address = "${{ github.server_url }}/${{ github.repository }}"
     assert step["env"] == {"EXPERIENTIAL_REPOSITORY": address}
+
+
+def test_one_command_makes_what_is_unreleased_a_version_that_the_workflow_takes(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "experiential").mkdir()
+    shutil.copy(ROOT / "experiential" / "__init__.py", tmp_path / "experiential")
+    text = (ROOT / "CHANGELOG.md").read_text()
+    before = text.replace(release.HEADING, f"{release.HEADING}\nA change.\n")
+    (tmp_path / "CHANGELOG.md").write_text(before)
+    release.prepare("99.2.0", tmp_path)
+    steps = yaml.safe_load(RELEASE.read_text())["jobs"]["build"]["steps"]
+    (check,) = (one["run"] for one in steps if one.get("name", "").startswith("The tag"))
+    for tag, code in (("v99.2.0", 0), ("v99.2.1", 1)):
+        env = os.environ | {"GITHUB_REF_NAME": tag}
+        done = subprocess.run(["bash", "-e", "-c", check], cwd=tmp_path, env=env, check=False)
+        assert done.returncode == code
+    after = (tmp_path / "CHANGELOG.md").read_text()
+    dated = re.search(r"^## \[Unreleased\]\n\n(## \[99\.2\.0\] - \d{4}-\d\d-\d\d)\n", after, re.M)
+    assert dated and after.replace(f"\n{dated[1]}\n", "") == before
+    for version, said in (("99.2.0", "not have"), ("99.3.0", "got none"), ("soon", "such as")):
+        with pytest.raises(ValueError, match=said):
+            release.prepare(version, tmp_path)
+
+
+def test_a_version_has_one_list_of_each_kind() -> None:
+    sections = re.split(r"^## \[", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]
+    for section in sections:
+        kinds = re.findall(r"^### (.*)$", section, flags=re.MULTILINE)
+        assert kinds == [kind for kind in ("Added", "Changed", "Fixed") if kind in kinds]
 
 
 @pytest.mark.slow
