@@ -714,9 +714,15 @@ def test_a_real_run_is_resumed_and_evaluated(
     assert {path.name for path in evaluated.iterdir()} == {
         "cells",
         "card.json",
+        "episodes.jsonl",
         "report.html",
         "report.png",
     }
+    played = read_events(evaluated / "episodes.jsonl")
+    assert [one["arm"] for one in played] == ["off", "on", "frozen", "shuffled", "placebo"]
+    judged = [one for one in read_events(output / "metrics.jsonl") if one["event"] == "eval"]
+    played = read_events(output / "evaluation" / "episodes.jsonl")
+    assert [(e["step"], e["arm"]) for e in played] == [(e["step"], e["arm"]) for e in judged]
     cells = {path: path.stat().st_mtime_ns for path in (evaluated / "cells").iterdir()}
     next(iter(cells)).unlink()
     code, out, _ = run_main("eval", output, "eval.worlds=1", "--output", evaluated, "--plain")
