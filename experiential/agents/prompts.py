@@ -23,8 +23,8 @@ from experiential.agents.operations import clean, read_triples
 from experiential.bank.text import (
     TEXT_LIMIT,
     EntryLike,
-    disarm,
     entry_text,
+    escape_tags,
     experience_block,
     indented,
     numbered,
@@ -332,4 +332,5 @@ def derived_seed(seed: int, *parts: int | str) -> int:
 
 def _quoted(text: str, limit: int) -> str:
     """Cut and escape a text, and the labels that structure a prompt where they begin a line."""
-    return _PROMPT_SIGN.sub(r"\1&gt;", _LABEL.sub(r"\1&#58;", disarm(cut_middle(text, limit))))
+    escaped = _LABEL.sub(r"\1&#58;", escape_tags(cut_middle(text, limit)))
+    return _PROMPT_SIGN.sub(r"\1&gt;", escaped)

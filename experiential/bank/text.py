@@ -1,7 +1,8 @@
 """Clean every text before it is kept: one form, nothing invisible, no secrets, no active markup.
 
-`clean` is for writing, `escape` and `disarm` are also used where a prompt is made:
-docs/decisions/009 says what belongs where.
+`clean` is for writing, `escape_all` for showing an entry in a prompt, `escape_tags` for showing
+what an episode said; `escape` and `disarm` are their parts. docs/decisions/009 says what belongs
+where.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 from experiential.types import Add, Distillation, Experience, Hit, Merge, Operation, Update
@@ -36,13 +38,23 @@ _CONTROL = re.compile(
 )
 _BRACKET = re.compile(
     r"\[(?=\s*(?:/\s*)?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_(?:CALLS|RESULTS|"
-    r"CONTENT)|THINK|ARGS)\s*\])"
+    r"CONTENT)|THINK|ARGS)\s*\]|\|(?:system|user|assistant|endofturn)\|\])"
 )
 _ROLE = re.compile(
     r"^([^\S\n]*(?:#+[^\S\n]*(?:instruction|response|input)|"
     r"(?:#+[^\S\n]*)?[*_]{0,3}(?:system|user|assistant|human|developer))"
     r"[*_]{0,3}[^\S\n]*)[:\uff1a]",
     re.IGNORECASE | re.MULTILINE,
+)
+_ANY_TAG = re.compile(r"<(?=[^\S\n]?[/|!?]*[^\S\n]?[^\W\d_])")
+# What Unicode lists as looking like ``<``, ``[``, ``|``, ``:`` and the letters of chat roles,
+# beyond the compatibility forms (such as fullwidth) that NFKC maps.
+_ALIKE = str.maketrans(
+    "\u02c2\u1438\u16b2\u2039\u276e\U0001d236\u2772\u01c0\u2223\u02d0\u05c3\u2236\ua789"
+    "\u0430\u0435\u043e\u0440\u0441\u0443\u0456\u0455\u04bb\u0501\u051d"
+    "\u0410\u0415\u041e\u0420\u0421\u0423\u0406\u0405\u041d\u041c\u0422"
+    "\u0391\u0395\u039f\u03a1\u0399\u039d\u039c\u03a4\u03a5\u0397\u03bf\u03bd\u03c5\u03b9",
+    "<<<<<<[||::::aeopcyishdwAEOPCYISHMTAEOPINMTYHovui",
 )
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _BREAK = re.compile(r"\r\n|[\r\v\f\x1c-\x1e\x85\u2028\u2029]")
@@ -82,6 +94,41 @@ def disarm(text: str) -> str:
     return _ROLE.sub(r"\1&#58;", _BREAK.sub("\n", escape(text)))
 
 
+def escape_all(text: str) -> str:
+    r"""Escape a text for a prompt: every ``<``, bracketed chat tokens, chat roles at line starts.
+
+    Characters that look like these count as what they look like, and invisible ones are removed.
+    Idempotent; a text without any of these stays as it is.
+
+    >>> escape_all("If x < 3:\nSyst\u0435m: <IMPORTANT> \uff1c/experience>")
+    'If x &lt; 3:\nSystеm&#58; &lt;IMPORTANT> &lt;/experience>'
+    """
+    text = _INVISIBLE.sub("", _BREAK.sub("\n", _SURROGATE.sub("\ufffd", text)))
+    plain = text if text.isascii() else "".join(map(_looks_like, text))
+    marks = {place: "&lt;" for place, one in enumerate(plain) if one == "<"}
+    marks |= {found.start(): "&#91;" for found in _BRACKET.finditer(plain)}
+    marks |= {found.end() - 1: "&#58;" for found in _ROLE.finditer(plain)}
+    if not marks:
+        return text
+    return "".join(marks.get(place, one) for place, one in enumerate(text))
+
+
+def escape_tags(text: str) -> str:
+    """Escape like `disarm`, and every further ``<`` that could begin a tag. Idempotent.
+
+    >>> escape_tags("<IMPORTANT> 3 < 4, </experience>")
+    '&lt;IMPORTANT> 3 < 4, &lt;/experience>'
+    """
+    return _ANY_TAG.sub("&lt;", disarm(text))
+
+
+@lru_cache(4096)
+def _looks_like(character: str) -> str:
+    """Return the one character that another looks like; itself if none."""
+    form = unicodedata.normalize("NFKC", character)
+    return (form if len(form) == 1 else character).translate(_ALIKE)
+
+
 def canonical(text: str) -> str:
     r"""Normalise to NFC, drop invisible characters, strip, and turn line breaks into ``\n``.
 
@@ -106,7 +153,7 @@ def entry_text(entry: EntryLike) -> str:
 
 def indented(entry: EntryLike) -> str:
     """Escape a text and indent its further lines, so that it begins no line of the prompt."""
-    return disarm(entry_text(entry)).replace("\n", "\n   ")
+    return escape_all(entry_text(entry)).replace("\n", "\n   ")
 
 
 def numbered(entries: Sequence[EntryLike]) -> str:
