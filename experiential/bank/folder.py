@@ -803,8 +803,11 @@ class FolderBank(StateReader, Bank, Shared):
         cleaned: list[Experience] = []
         for number, entry in enumerate(entries, start=1):
             try:
-                once = entry.provenance.model_copy(update={"said": 1})  # more is a claim
-                cleaned.append(gate.entry(entry.model_copy(update={"provenance": once})))
+                # More repetitions are a claim, and so is descent from an entry of this bank.
+                of = entry.provenance
+                parents = [one for one in of.parents if not self._history.last_version(one[0])]
+                own = of.model_copy(update={"said": 1, "parents": tuple(parents)})
+                cleaned.append(gate.entry(entry.model_copy(update={"provenance": own})))
             except ValueError as error:
                 place = f"entry {number} of {ref}"
                 raise BankError(f"{error}: {place}; nothing was imported") from error

@@ -82,7 +82,8 @@ class Standing(Record):
     """Say what the episodes journalled in this bank tell of one entry, near one relevance.
 
     Attributes:
-        uses: with a known outcome, near this relevance; at most the last 200.
+        uses: with a known outcome, near this relevance, at most the last 200; where there are none,
+            those at a higher relevance if most of these failed.
         successes, failures: of these, older ones counted less.
         unknown: uses whose outcome is not known.
         others: uses of all entries near this relevance, of the last 200.

@@ -175,7 +175,10 @@ class Outcomes:
             past = [one for content in reversed(family) for one in self._used.get(content, ())]
             if relevance is None:
                 relevance = max((one.relevance for one in past), default=1.0)
+            closer = [one for one in past if one.relevance > relevance]
             past = [one for one in past if _is_near(one, relevance)]
+            if not past and closer and _faded(closer)[0] < _faded(closer)[1]:
+                past = closer  # what failed where it fits better is not untried here
             band, often = round(relevance / _BAND), min(said, SAID_MOST)
             unknown = sum(self._unknown[content] for content in family)
             own = {"said": said, "age": age, "proposed": proposed}

@@ -16,7 +16,7 @@ group ``experiential.strategies``. In Python it may also be registered under a s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import attrgetter
@@ -249,45 +249,64 @@ def by_evidence(
     An entry is shown with the probability of being best (see ``odds``). Of the entries without an
     outcome, only ``k`` are rivals, those written most often, then retrieved least, then nearest:
     with all of them, one of many unknowns would nearly always look best, and so the members of a
-    batch try different ones. Where nothing seems to help, one in ten searches shows an entry all
-    the same, within its budget. Quarantined entries are never shown.
+    batch try different ones. Where none of these seems to help, the next nearest follow, if they
+    belong to no task or to one of the nearest: bad entries that imitate a query hide no good ones.
+    Where nothing seems to help, one in ten searches shows an entry all the same, within its budget.
+    Quarantined entries are never shown.
     """
-    if not candidates:
-        return []
-    best = candidates[0].relevance(settings.hybrid)
-    near = [one for one in candidates if best - one.relevance(settings.hybrid) <= NEAR]
     nearest = PER_PLACE * settings.pool * k
-    near[nearest:] = [one for one in near[nearest:] if seen.count(one.id)]  # untried ones are alike
-    known = list(zip(near, seen.evidence(near), strict=True))
-    arms = [(one, of) for one, of in known if of.uses and of.verdict != "quarantined"]
-    fresh = [(one, of) for one, of in known if not of.uses]
-    fresh.sort(
-        key=lambda arm: (
-            -arm[1].said,
-            seen.count(arm[0].id),
-            -round(arm[0].relevance(settings.hybrid), 2),
-            arm[1].age,
+    tasks: set[str | None] = set()
+    first: list[tuple[Candidate, Standing]] = []
+    for near in _windows(candidates, settings.hybrid):
+        # untried ones are alike
+        near[nearest:] = [one for one in near[nearest:] if seen.count(one.id)]
+        known = list(zip(near, seen.evidence(near), strict=True))
+        tasks = tasks or {None, *(of.task for _, of in known)}
+        known = [(one, of) for one, of in known if of.task in tasks]
+        arms = [(one, of) for one, of in known if of.uses and of.verdict != "quarantined"]
+        fresh = [(one, of) for one, of in known if not of.uses]
+        fresh.sort(
+            key=lambda arm: (
+                -arm[1].said,
+                seen.count(arm[0].id),
+                -round(arm[0].relevance(settings.hybrid), 2),
+                arm[1].age,
+            )
         )
-    )
-    arms += fresh[:k]
-    picks: Picks = []
-    while arms and len(picks) < k:
-        beliefs = tuple((*of.posterior, of.uses, of.successes - of.failures) for _, of in arms)
-        chances = odds(beliefs, arms[0][1].baseline)
-        if not picks and not any(chances):
-            least = min(range(len(arms)), key=lambda i: arms[i][1].uses)
-            chances = [
-                EXPLORE * (i == least and arms[i][1].uses < BUDGET) for i in range(len(arms))
-            ]
-        drawn = rng.random()
-        for place, chance in enumerate(chances):
-            if drawn < chance:
-                picks.append((arms.pop(place)[0], chance))
+        arms += fresh[:k]
+        picks: Picks = []
+        while arms and len(picks) < k:
+            beliefs = tuple((*of.posterior, of.uses, of.successes - of.failures) for _, of in arms)
+            chances = odds(beliefs, arms[0][1].baseline)
+            if not picks and not any(chances):
                 break
-            drawn -= chance
-        else:
-            break
-    return picks
+            drawn = rng.random()
+            for place, chance in enumerate(chances):
+                if drawn < chance:
+                    picks.append((arms.pop(place)[0], chance))
+                    break
+                drawn -= chance
+            else:
+                return picks
+        if picks:
+            return picks
+        first = first or arms
+    least = min(first, key=lambda arm: arm[1].uses, default=None)
+    if least is None or least[1].uses >= BUDGET or rng.random() >= EXPLORE:
+        return []
+    return [(least[0], EXPLORE)]
+
+
+def _windows(candidates: Candidates, hybrid: float) -> Iterator[list[Candidate]]:
+    """Yield the candidates as near as the best, then those as near as the best of the rest."""
+    near: list[Candidate] = []
+    for one in candidates:
+        if near and near[0].relevance(hybrid) - one.relevance(hybrid) > NEAR:
+            yield near
+            near = []
+        near.append(one)
+    if near:
+        yield near
 
 
 @lru_cache(4096)
