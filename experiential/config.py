@@ -43,8 +43,10 @@ Arm = Literal[BankArm, Baseline]
 """One way to evaluate."""
 Advice = Literal["system", "observation"]
 """Place of the advice in the actor's prompt."""
-Ratio = Literal["token", "sequence"]
-"""What an importance ratio is taken over."""
+Ratio = Literal["token", "sequence", "sequence_mean"]
+"""What an importance ratio is taken over: a token, the product or the geometric mean of many."""
+Correction = Literal["none", "token", "sequence"]
+"""What an importance weight is taken over."""
 BonusKind = Literal["relative", "tanh", "sigmoid", "asymmetric", "log"]
 """How an entropy reduction becomes a bonus: `rewards.entropy_bonus`."""
 
@@ -246,6 +248,12 @@ class ActorSettings(Settings):
     clip_low: PositiveFloat = 0.2
     clip_high: PositiveFloat = 0.2
     ratio: Ratio = "token"
+    """ratio that is clipped: of each token; of the sequence (eq. 4), a product; or its geometric
+    mean (GSPO), which keeps its size at any length and wants clips of about 3e-4"""
+    correction: Correction = "none"
+    """truncated importance weights from the sampler to the trainer (docs/methods.md)"""
+    correction_cap: PositiveFloat = 2.0
+    """such a weight is at most this"""
     kl: NonNegativeFloat = 0.0
     """weight of KL(policy || reference), k3 estimator"""
     epochs: PositiveInt = 1
@@ -667,6 +675,18 @@ class Experiment(Settings):
             raise ValueError(
                 "Expected extractor.train=false with extractor.distill=false, which writes nothing"
                 " that could be learnt from"
+            )
+        engines = self.runtime == "openrlhf" or self.model.generator == "vllm"
+        if engines and actor.ratio == "sequence":
+            raise ValueError(
+                "Expected actor.ratio=token or sequence_mean with runtime=openrlhf or"
+                " model.generator=vllm, whose engines round otherwise than what is trained, so that"
+                " a product over a long response leaves the clip range unlearnt, got sequence"
+            )
+        if actor.correction == "token" and actor.ratio != "token":
+            raise ValueError(
+                "Expected actor.correction=none or sequence with a ratio of sequences"
+                f" (actor.ratio={actor.ratio}), got token"
             )
         served = [m for m in (self.model, self.extractor_model) if m is not None and m.server]
         if served and self.runtime in ("local", "openrlhf"):

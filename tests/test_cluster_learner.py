@@ -154,13 +154,13 @@ async def drawn(runtime: LocalRuntime) -> list[Sample]:
     teacher = [tuple(x - 0.3 * (i % 3) for i, x in enumerate(s.logprobs)) for s in samples]
     off = [tuple(x + 0.05 * (-1) ** i for i, x in enumerate(s.logprobs)) for s in samples]
     return [
-        replace(s, logprobs=values, teacher=told)
+        replace(s, logprobs=values, teacher=told, policy_version=-1)
         for s, values, told in zip(samples, off, teacher, strict=True)
     ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", ["ppo", "cispo", "sft", "reverse_kl", "mixed"])
+@pytest.mark.parametrize("kind", ["ppo", "cispo", "sft", "reverse_kl", "mixed", "corrected"])
 async def test_ranks_together_have_the_gradient_and_the_loss_of_the_local_runtime(
     kind: str, ranks: int
 ) -> None:
@@ -170,6 +170,8 @@ async def test_ranks_together_have_the_gradient_and_the_loss_of_the_local_runtim
         kinds: list[str | None] = [None, "sft", "reverse_kl"]
         samples, kind = [replace(s, kind=kinds[i % 3]) for i, s in enumerate(samples)], "ppo"
     loss = LossSettings(kind=kind, low=0.04, high=0.04, kl=0.0 if kind == "sft" else 0.3)
+    if kind == "corrected":
+        loss = loss.model_copy(update={"kind": "ppo", "correction": "token"})
     stats = await here.train(samples, loss)
     wanted = torch.cat([p.grad.flatten() for p in here._parameters if p.grad is not None])
 
@@ -190,7 +192,7 @@ async def test_ranks_together_have_the_gradient_and_the_loss_of_the_local_runtim
         )
         for sample in filled[i * 12 // ranks : (i + 1) * 12 // ranks]:
             learner.samples.append(sample)
-        found.append(learner.learn(loss, updates=1))
+        found.append(learner.learn(loss, updates=1, version=0))
         gradient += torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     assert wanted.abs().max() > 1e-3
     assert torch.allclose(gradient, wanted, atol=1e-5, rtol=1e-3)
@@ -227,4 +229,4 @@ async def test_scores_are_the_log_probabilities_of_each_sample_in_the_order_give
         assert values == pytest.approx(sample.logprobs, abs=1e-4)
     learner.samples.append(samples[0])
     with pytest.raises(ValueError, match="reference"):
-        learner.learn(LossSettings(kl=0.1), updates=1)
+        learner.learn(LossSettings(kl=0.1), updates=1, version=0)

@@ -394,3 +394,21 @@ def test_divergences_over_the_vocabulary_are_refused_on_a_cluster(kind: str) -> 
 def test_rollouts_ahead_are_refused_in_a_repeatable_run() -> None:
     with pytest.raises(ConfigError, match=r"Expected run.ahead=0 with run.drain.*, got 2"):
         load_experiment("grpo", ["run.drain=true", "run.ahead=2"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["runtime=openrlhf", "actor.ratio=sequence"], "token or sequence_mean"),
+        (["model.generator=vllm", "actor.ratio=sequence"], "token or sequence_mean"),
+        (["actor.correction=token", "actor.ratio=sequence_mean"], "none or sequence"),
+        (["actor.correction=token", "actor.ratio=sequence"], "none or sequence"),
+    ],
+)
+def test_a_product_of_ratios_against_an_engine_is_refused(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_experiment("complementary", overrides)
+    for ratio, correction in (("token", "token"), ("sequence_mean", "sequence")):
+        fine = ["runtime=openrlhf", f"actor.ratio={ratio}", f"actor.correction={correction}"]
+        load_experiment("complementary", fine)
+    load_experiment("complementary", ["actor.ratio=sequence"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from copy import deepcopy
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -165,7 +167,8 @@ async def test_the_ratio_is_one_at_unchanged_weights(
     assert stats.updates == 3
     assert stats.metrics["kl"] < 1e-9, "k3: half of the mean square of the log-ratios"
     assert stats.metrics["ratio"] == pytest.approx(1.0, abs=1e-3)
-    assert ("rounding" in stats.metrics) == (dtype is torch.bfloat16)
+    assert stats.metrics["mismatch_kl"] < (1e-2 if dtype is torch.bfloat16 else 1e-9)
+    assert stats.metrics["mismatch_clipped"] == 0.0
 
 
 @pytest.mark.slow
@@ -177,7 +180,7 @@ async def test_the_ratio_of_smollm2_is_one_at_unchanged_weights() -> None:
     policy = LocalRuntime(llm, OptimSettings(lr=1e-30))
     for sampling in SAMPLINGS:
         stats = await policy.train(await drawn(policy, sampling), LossSettings(mini_batches=3))
-        assert stats.metrics["kl"] < 1e-9 and "rounding" in stats.metrics, sampling
+        assert stats.metrics["kl"] < 1e-9 and stats.metrics["mismatch_kl"] > 0, sampling
         assert stats.metrics["ratio"] == pytest.approx(1.0, abs=1e-3), sampling
 
 
@@ -186,4 +189,28 @@ async def test_samples_of_older_weights_keep_their_log_probabilities() -> None:
     samples = await drawn(policy, SamplingParams(max_tokens=8))
     await imitate(policy, samples[0], 1)
     stats = await policy.train(samples, LossSettings())
-    assert "rounding" not in stats.metrics and abs(stats.metrics["ratio"] - 1) > 1e-3
+    assert abs(stats.metrics["ratio"] - 1) > 1e-3
+    assert stats.metrics["mismatch_kl"] == pytest.approx(stats.metrics["kl"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+async def test_a_correction_compares_older_weights_with_those_of_now_and_weighs_the_rest(
+    dtype: torch.dtype,
+) -> None:
+    other, policy = policy_in(dtype, lr=1e-2), policy_in(dtype, lr=1e-30)
+    await imitate(other, (await drawn(other, SamplingParams(max_tokens=8)))[0], 1)
+    samples = [
+        replace(sample, policy_version=-1)
+        for sample in await drawn(other, SamplingParams(max_tokens=8))
+    ]
+    now = await policy.score(samples)
+    weights = [
+        min(math.exp(new - old), 1.5)
+        for sample, values in zip(samples, now, strict=True)
+        for old, new in zip(sample.logprobs, values, strict=True)
+    ]
+    loss = LossSettings(correction="token", correction_cap=1.5, mini_batches=3, epochs=2)
+    stats = await policy.train(samples, loss)
+    assert stats.metrics["ratio"] == pytest.approx(1.0, abs=1e-3) and stats.metrics["kl"] < 1e-9
+    assert stats.metrics["importance"] == pytest.approx(sum(weights) / len(weights), abs=1e-2)
+    assert stats.metrics["mismatch_kl"] > 1e-3

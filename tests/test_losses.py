@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from experiential.training.losses import (
     Terms,
     batch_loss,
+    begin_ratios,
     cispo_loss,
+    importance_weights,
     kl_k3,
     ppo_clip_loss,
     reverse_kl_loss,
@@ -76,6 +78,108 @@ def test_sequence_ratio_by_hand() -> None:
     assert stats["ratio"] == pytest.approx((1.155 + 0.5) / 2) and stats[
         "clip_fraction"
     ] == pytest.approx(0.5)
+
+
+def test_geometric_mean_ratio_by_hand() -> None:
+    # The sequences of the test above: sqrt(1.1 * 1.05), and 0.5, clipped to 0.8.
+    logp, root = double(LOG(1.1), LOG(1.05), LOG(0.5), grad=True), (1.1 * 1.05) ** 0.5
+    options = {"ratio": "sequence_mean"}
+    weights = double(0.5, 9.0, 0.5)
+    loss, stats = ppo(logp, double(0, 0, 0), double(3, 3, -1), [0, 0, 2], weights, **options)
+    assert loss.item() == pytest.approx(-(0.5 * root * 3 + 0.5 * -0.8))
+    loss.backward()
+    assert logp.grad is not None
+    assert logp.grad.tolist() == pytest.approx([-0.5 * root * 3 / 2] * 2 + [0.0])
+    assert stats["ratio"] == pytest.approx((root + 0.5) / 2)
+
+
+def test_length_leaves_a_geometric_mean_in_the_clip_range_and_takes_a_product_out_of_it() -> None:
+    # Rounding of .059 nats a token, as between an engine and a trainer in bfloat16, and no update.
+    noise = 0.059 * torch.randn(8, 16384, generator=torch.Generator().manual_seed(0))
+    segment = torch.arange(8).repeat_interleave(16384).tolist()
+    found: dict[str, float] = {}
+    for ratio in ("token", "sequence", "sequence_mean"):
+        ones = torch.ones(noise.numel())
+        signed = torch.sign(noise.sum(1)).repeat_interleave(16384)  # so that the clip can act
+        old = torch.zeros_like(ones)
+        args = (noise.flatten(), old, signed, segment, torch.full((8,), 1 / 8))
+        found[ratio] = ppo(*args, ratio=ratio)[1]["clip_fraction"]
+    assert found["sequence"] == 1.0 and found["sequence_mean"] == 0.0
+    assert found["token"] < 0.01
+
+
+def test_importance_weights_by_hand() -> None:
+    # pi_old / mu: 1.5, 3 and 0.5 in the first sequence, 0.8 in the second
+    old, recorded = double(LOG(1.5), LOG(3), LOG(0.5), LOG(0.8), grad=True), double(0, 0, 0, 0)
+    segment = torch.tensor([0, 0, 0, 1])
+    by_token = importance_weights(old, recorded, segment, level="token", cap=2.0)
+    assert by_token.tolist() == pytest.approx([1.5, 2.0, 0.5, 0.8]) and not by_token.requires_grad
+    by_sequence = importance_weights(old, recorded, segment, level="sequence", cap=3.0)
+    assert by_sequence.tolist() == pytest.approx([2.25, 2.25, 2.25, 0.8])
+    capped = importance_weights(old, recorded, segment, level="sequence", cap=2.0)
+    assert capped.tolist() == pytest.approx([2.0, 2.0, 2.0, 0.8])
+    with pytest.raises(ValueError, match="by token or sequence, got 'none'"):
+        importance_weights(old, recorded, segment, level="none", cap=2.0)
+
+
+def test_importance_weights_multiply_each_term_and_leave_the_clip_alone() -> None:
+    # Ratios 1.5 (clipped to 1.2) and 0.5 of one sequence, of advantage 1 and weight 1.
+    logp, importance = double(LOG(1.5), LOG(0.5), grad=True), double(2.0, 0.5)
+    args = (logp, double(0, 0), double(1, 1), [0, 0], double(1))
+    loss, stats = ppo(*args, importance=importance)
+    assert loss.item() == pytest.approx(-(2.0 * 1.2 + 0.5 * 0.5) / 2)
+    loss.backward()
+    assert logp.grad is not None
+    assert logp.grad.tolist() == pytest.approx([0.0, -0.5 * 0.5 / 2])
+    assert stats == ppo(*args)[1]
+    whole, _ = ppo(*args, importance=double(0.5, 0.5), ratio="sequence")
+    assert whole.item() == pytest.approx(-0.5 * 0.75), "the ratio of the sequence is 1.5 * 0.5"
+    # CISPO with the same ratios: 1.5 -> 1.1, 0.5 -> 0.9
+    value, _ = cispo_loss(*args[:3], eps_low=0.1, eps_high=0.1, importance=importance)
+    assert value.item() == pytest.approx(-(2 * 1.1 * LOG(1.5) + 0.5 * 0.9 * LOG(0.5)) / 2)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("correction", ["none", "token", "sequence"])
+def test_a_batch_begins_with_ratios_of_one_and_measures_its_mismatch(
+    correction: Any, exact: bool
+) -> None:
+    """Two samples of the weights of now, version 3, one of older weights, and one to imitate."""
+    logp = torch.tensor([-1.0, -2.0, -1.5, -0.5, -3.0])
+    gaps = (LOG(1.1), LOG(2.5), LOG(0.9), LOG(1.2), LOG(4.0))
+    recorded = [float(x) - gap for x, gap in zip(logp, gaps, strict=True)]
+    rows = (((1, 2), 3, None), ((1,), 3, None), ((1,), 2, None), ((1,), 3, "sft"))
+    samples, start = [], 0
+    for places, version, kind in rows:
+        end = start + len(places)
+        old = tuple(recorded[start:end])
+        more = {"weight": 1 / 3, "policy_version": version, "kind": kind}
+        samples.append(Sample((5, 6, 7), places, old, (1.0,) * len(places), **more))
+        start = end
+    loss = LossSettings(correction=correction)
+    begun, sums = begin_ratios(logp, samples, loss, 3, exact=exact)
+    k3 = sum(math.expm1(gap) - gap for gap in gaps[:4])
+    assert sums["mismatch_kl"] == (pytest.approx(k3, rel=1e-5), 4), "what is imitated has no ratio"
+    over = 2 if correction == "sequence" else 1  # 2.5, or 1.1 * 2.5, which counts for two tokens
+    assert sums["mismatch_clipped"] == (over, 4)
+    taken = [bool(s.old) for s in begun]
+    wanted = [not exact, not exact, False, False] if correction == "none" else [True] * 3 + [False]
+    assert taken == wanted and [s.logprobs for s in begun] == [s.logprobs for s in samples]
+
+    value, metrics = batch_loss(logp, begun, loss, 5.0)
+    found = {name: total / count for name, (total, count) in metrics.items()}
+    assert metrics["ratio"][1] == 4
+    if correction == "none":
+        stale = [1.2] if not exact else [1.1, 2.5, 0.9, 1.2]
+        assert found["ratio"] == pytest.approx((sum(stale) + 4 - len(stale)) / 4)
+        assert "importance" not in found
+    else:
+        weights = {"token": [1.1, 2.0, 0.9, 1.2], "sequence": [2.0, 2.0, 0.9, 1.2]}[correction]
+        assert found["ratio"] == pytest.approx(1.0) and found["clip_fraction"] == 0.0
+        assert found["importance"] == pytest.approx(sum(weights) / 4)
+        shares = [sum(weights[:2]) / 2, weights[2], weights[3]]
+        imitated = 3.0 / 3  # -log pi
+        assert value.item() == pytest.approx(-sum(shares) / 3 + imitated)
 
 
 def test_clip_low_and_high_are_separate() -> None:
@@ -354,7 +458,7 @@ def test_wrong_shapes_and_names_are_refused() -> None:
         kl_k3(double(1, 2), double(1))
     with pytest.raises(ValueError, match="one shape"):
         cispo_loss(double(1), double(1, 2), double(1), eps_low=0.1, eps_high=0.1)
-    with pytest.raises(ValueError, match="ratio to be token or sequence"):
+    with pytest.raises(ValueError, match="ratio to be token, sequence or sequence_mean"):
         ppo(double(1), double(1), double(1), [0], double(1), ratio="word")
 
 

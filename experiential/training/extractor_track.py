@@ -150,7 +150,7 @@ class ExtractorTrack:
             "malformed": self.malformed,
             "uncredited": self.uncredited,
             "buffer": len(self.buffer),
-        }
+        } | {f"extractor_{name}": value for name, value in self.last.metrics.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON."""

@@ -31,9 +31,10 @@ from experiential.training.losses import (
     Sums,
     add_sums,
     batch_loss,
-    kl_k3,
+    begin_ratios,
     means,
     measure_tokens,
+    takes_old,
     token_entropies,
     token_logprobs,
 )
@@ -58,8 +59,6 @@ nothing. A longer sequence goes alone."""
 _SHARES = {"cpu": 1 / 16, "cuda": 1 / 2}
 """Parts of the free memory for activations. A host's is shared with other processes, and the C
 library's allocator takes about twice what the tensors need."""
-WITHOUT_RATIO = ("sft", "reverse_kl", "full_reverse_kl", "full_forward_kl")
-"""Losses that do not read a sample's behaviour log-probabilities."""
 BACKGROUND_PATIENCE = 5.0
 """Seconds that background work on the device waits for rollouts and updates at most."""
 
@@ -72,7 +71,7 @@ class LocalRuntime(PolicyRuntime):
 
     Weights of lower precision than float32 are trained in a float32 master copy: a step of
     reinforcement learning is smaller than the spacing of bfloat16, and would be rounded away.
-    Samples of the current weights then get their behaviour log-probabilities from the training
+    Ratios of samples of the current weights are then taken to log-probabilities of the training
     forward, since that of generation rounds otherwise (docs/decisions/025).
 
     Args:
@@ -251,13 +250,13 @@ class LocalRuntime(PolicyRuntime):
             self.llm.executor.close()
 
     def _train(self, samples: list[Sample], loss: LossSettings) -> TrainStats:
-        begin, version = time.perf_counter(), self.version
+        begin = time.perf_counter()
         stats = TrainStats(
             samples=len(samples),
             tokens=sum(len(s.positions) for s in samples),
             sequence_tokens=sum(len(s.tokens) for s in samples),
         )
-        generator, sums, recorded = torch.Generator().manual_seed(loss.seed), Sums(), [*samples]
+        generator, sums = torch.Generator().manual_seed(loss.seed), Sums()
         parts = min(loss.mini_batches, len(samples))
         edges = [round(i * len(samples) / parts) for i in range(parts + 1)]
         for epoch in range(loss.epochs):
@@ -265,8 +264,8 @@ class LocalRuntime(PolicyRuntime):
             if epoch or loss.mini_batches > 1:
                 order = [int(i) for i in torch.randperm(len(samples), generator=generator)]
             batches = [order[a:b] for a, b in pairwise(edges)]
-            if epoch == 0:  # the first batch gets its log-probabilities from its own loss
-                self._rescore(samples, batches[1:], loss)
+            if epoch == 0:  # the first step takes its log-probabilities from its own forward
+                self._rescore(samples, batches if loss.epochs > 1 else batches[1:], loss)
             self._activate(training=True)
             for members in batches:  # one optimiser step, accumulated over micro-batches
                 first = stats.updates == 0
@@ -283,9 +282,6 @@ class LocalRuntime(PolicyRuntime):
                     stats.loss += float(value.detach())
                     stats.forwarded_tokens += len(row.tokens)
                     add_sums(sums, metrics)
-                if first:
-                    for i, sample in zip(members, part, strict=True):
-                        samples[i] = replace(samples[i], logprobs=sample.logprobs)
                 norm = torch.nn.utils.clip_grad_norm_(self._masters, self.optim.max_grad_norm)
                 if torch.isfinite(norm):
                     cast("Any", self._optimizer).step()
@@ -299,34 +295,25 @@ class LocalRuntime(PolicyRuntime):
         stats.loss /= max(1, stats.updates)
         stats.grad_norm /= max(1, stats.updates)
         stats.metrics |= means(sums)
-        gaps = [
-            abs(before - after)
-            for old, new in zip(recorded, samples, strict=True)
-            if self._inexact(old, loss, version)
-            for before, after in zip(old.logprobs, new.logprobs, strict=True)
-        ]
-        if gaps:
-            stats.metrics["rounding"] = sum(gaps) / len(gaps)
         stats.version, stats.seconds = self.version, time.perf_counter() - begin
         return stats
 
     def _rescore(
         self, samples: list[Sample], batches: Sequence[Sequence[int]], loss: LossSettings
     ) -> None:
-        """Replace the behaviour log-probabilities of these samples where they are inexact."""
+        """Take ratios of these samples to log-probabilities of now, where `takes_old` says so."""
         self._activate(training=False)
         for members in batches:
             part = [samples[i] for i in members]
-            if not any(self._inexact(sample, loss, self.version) for sample in part):
-                continue
-            for i, values in zip(members, self._measure(part), strict=True):
-                if self._inexact(samples[i], loss, self.version):
-                    samples[i] = replace(samples[i], logprobs=values)
+            takes = [takes_old(s, loss, self.version, exact=self._exact) for s in part]
+            if any(takes):
+                for i, take, values in zip(members, takes, self._measure(part), strict=True):
+                    samples[i] = replace(samples[i], old=values) if take else samples[i]
 
-    def _inexact(self, sample: Sample, loss: LossSettings, version: int) -> bool:
-        """Test whether a ratio of this sample would be rounding, and nothing else."""
-        current = sample.policy_version == version and self._base.dtype != torch.float32
-        return current and (sample.kind or loss.kind) not in WITHOUT_RATIO
+    @property
+    def _exact(self) -> bool:
+        """Return whether generation and training agree on a log-probability, to about 1e-4."""
+        return self._base.dtype == torch.float32
 
     def _measure(
         self, samples: list[Sample], measure: Measure = token_logprobs
@@ -451,13 +438,11 @@ class LocalRuntime(PolicyRuntime):
         states, head = self._states(row, samples)
         logp = self._measured(states, head, members, token_logprobs)
         divergence = self._divergence(states, head, members)
-        if first and self._base.dtype != torch.float32:
-            # No weight has changed since the samples were drawn: their ratio is one.
-            for member, values in _by_sample(row, samples, logp).items():
-                if self._inexact(samples[member], loss, self.version):
-                    samples[member] = replace(samples[member], logprobs=values)
-            members = [samples[i] for i in row.samples]
-        return batch_loss(logp, members, loss, total, reference, divergence)
+        mismatch = Sums()
+        if first:
+            members, mismatch = begin_ratios(logp, members, loss, self.version, exact=self._exact)
+        value, sums = batch_loss(logp, members, loss, total, reference, divergence)
+        return value, sums | mismatch
 
     def _divergence(
         self, states: torch.Tensor, head: Any, members: list[Sample]
@@ -534,8 +519,7 @@ class ColocatedRuntime(LocalRuntime):
     """Generate with a vLLM engine that sleeps while the weights are trained.
 
     The engine has weights of its own: those of the last ``sync``. Behaviour log-probabilities are
-    vLLM's, but see `LocalRuntime` on weights of lower precision. How far they are from the
-    trainer's at equal weights is reported with every update (``generator_kl``, k3 per token).
+    vLLM's, but see `LocalRuntime` on weights of lower precision.
 
     Args:
         llm: holds the weights that are trained; it is never asked.
@@ -549,7 +533,6 @@ class ColocatedRuntime(LocalRuntime):
     ) -> None:
         super().__init__(llm, optim, **options)
         self.generator = generator
-        self._gap = (0.0, 0)  # sum of k3 over so many tokens
 
     @property
     def tokens_processed(self) -> int:
@@ -582,24 +565,7 @@ class ColocatedRuntime(LocalRuntime):
 
     def _train(self, samples: list[Sample], loss: LossSettings) -> TrainStats:
         self.generator.sleep()
-        self._gap = (0.0, 0)
-        stats = super()._train(samples, loss)
-        total, count = self._gap
-        if count:
-            stats.metrics["generator_kl"] = total / count
-        return stats
-
-    def _measured(
-        self, states: torch.Tensor, head: Any, members: list[Sample], measure: Measure
-    ) -> torch.Tensor:
-        found = super()._measured(states, head, members, measure)
-        version = self.version  # that of the engine's weights up to the first optimiser step
-        if torch.is_grad_enabled() and version == self.generator.version:
-            fresh = [s.policy_version == version for s in members for _ in s.positions]
-            drawn = torch.tensor([x for s in members for x in s.logprobs], device=found.device)
-            gaps = kl_k3(drawn, found.detach())[torch.tensor(fresh, device=found.device)]
-            self._gap = (self._gap[0] + float(gaps.sum()), self._gap[1] + len(gaps))
-        return found
+        return super()._train(samples, loss)
 
 
 class InProcessRuntime:

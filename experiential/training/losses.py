@@ -6,6 +6,7 @@ All losses are to be minimised. A policy loss is a function of `Terms`. To add o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -15,10 +16,10 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from experiential.config import Ratio
+from experiential.config import Correction, Ratio
 from experiential.llm.request import Schemas
 from experiential.plugins import resolve
-from experiential.training.runtime import LOSSES, LossSettings, Sample
+from experiential.training.runtime import LOSSES, WITHOUT_RATIO, LossSettings, Sample
 
 Stats = dict[str, float]
 Sums = dict[str, tuple[float, int]]
@@ -147,7 +148,7 @@ def _token_parts(members: Sequence[Sample], size: int) -> Iterator[list[Sample]]
         start = 0
         while start < len(sample.positions):
             cut = slice(start, start + room)
-            fields = ("positions", "logprobs", "advantages", "allowed", "teacher")
+            fields = ("positions", "logprobs", "old", "advantages", "allowed", "teacher")
             piece = replace(sample, **{name: getattr(sample, name)[cut] for name in fields})
             part.append(piece)
             start, room = start + room, room - len(piece.positions)
@@ -197,7 +198,7 @@ class Terms(NamedTuple):
 
     Attributes:
         logp: log-probability of each token under the policy, shape (n,), carries the gradient.
-        old_logp: the same under the behaviour policy, shape (n,).
+        old_logp: the same under the policy that ratios are taken to, shape (n,).
         advantages: shape (n,).
         teacher: log-probability under a teacher, shape (n,); empty where the samples have none.
         segment: index of each token's sample, shape (n,), long.
@@ -206,6 +207,8 @@ class Terms(NamedTuple):
         settings: clipping and other constants.
         divergence: divergence to a teacher at each token, shape (n,), carries the gradient; empty
             where the samples have no teacher's prompt.
+        importance: truncated importance weight of each token, shape (n,), without gradient; None
+            without a correction.
     """
 
     logp: Tensor
@@ -217,6 +220,7 @@ class Terms(NamedTuple):
     share: float
     settings: LossSettings
     divergence: Tensor = torch.zeros(0)
+    importance: Tensor | None = None
 
 
 PolicyLoss = Callable[[Terms], tuple[Tensor, Stats]]
@@ -234,13 +238,20 @@ def ppo(terms: Terms) -> tuple[Tensor, Stats]:
         clip_low=terms.settings.low,
         clip_high=terms.settings.high,
         ratio=terms.settings.ratio,
+        importance=terms.importance,
     )
 
 
 def cispo(terms: Terms) -> tuple[Tensor, Stats]:
     """Compute ``cispo_loss``: the mean over all tokens of the batch; sample weights are ignored."""
-    logp, old_logp, low, high = terms.logp, terms.old_logp, terms.settings.low, terms.settings.high
-    value, stats = cispo_loss(logp, old_logp, terms.advantages, eps_low=low, eps_high=high)
+    value, stats = cispo_loss(
+        terms.logp,
+        terms.old_logp,
+        terms.advantages,
+        eps_low=terms.settings.low,
+        eps_high=terms.settings.high,
+        importance=terms.importance,
+    )
     return value * terms.share, stats
 
 
@@ -284,7 +295,8 @@ def batch_loss(
 ) -> tuple[Tensor, Sums]:
     """Compute these samples' share of their batch's loss; the parts of a batch add up to it.
 
-    Every runtime minimises this, so that all of them take the same step.
+    Every runtime minimises this, so that all of them take the same step. Ratios are taken to
+    ``Sample.old``, and where that is empty to ``logprobs``.
 
     Args:
         logp: log-probability of every trained token of ``members`` in their order, shape (n,),
@@ -313,19 +325,29 @@ def batch_loss(
         own = [s for s in members if (s.kind or loss.kind) == kind]
         mine = torch.tensor([k == kind for k in kinds], device=device, dtype=torch.bool)
         count = kinds.count(kind)
-        segment = [i for i, s in enumerate(own) for _ in s.positions]
+        places = [i for i, s in enumerate(own) for _ in s.positions]
+        segment = torch.tensor(places, device=device, dtype=torch.long)
+        old = torch.tensor([x for s in own for x in s.old or s.logprobs], device=device)
+        importance = None
+        if loss.correction != "none" and kind not in WITHOUT_RATIO:
+            recorded = torch.tensor([x for s in own for x in s.logprobs], device=device)
+            level, cap = loss.correction, loss.correction_cap
+            importance = importance_weights(old, recorded, segment, level=level, cap=cap)
         terms = Terms(
             logp=logp[mine],
-            old_logp=torch.tensor([x for s in own for x in s.logprobs], device=device),
+            old_logp=old,
             advantages=torch.tensor([x for s in own for x in s.advantages], device=device),
             teacher=torch.tensor([x for s in own for x in s.teacher], device=device),
-            segment=torch.tensor(segment, device=device, dtype=torch.long),
+            segment=segment,
             weights=torch.tensor([s.weight for s in own], device=device),
             share=count / total if total else 0.0,
             settings=loss,
             divergence=distances[mine[taught]] if len(distances) else distances,
+            importance=importance,
         )
         part, stats = _named(kind)(terms)
+        if importance is not None and count:
+            stats = stats | {"importance": float(importance.mean())}
         # Imitated tokens are not the policy's own draws: only the batch's loss has the penalty.
         if reference is not None and kind == loss.kind and count:
             penalty = kl_k3(terms.logp, reference[mine]).mean()
@@ -335,6 +357,94 @@ def batch_loss(
         front = "" if kind == loss.kind else f"{kind}_"
         add_sums(sums, {f"{front}{name}": (mean * count, count) for name, mean in stats.items()})
     return value, sums
+
+
+def takes_old(sample: Sample, loss: LossSettings, version: int, *, exact: bool) -> bool:
+    """Test whether a sample's ratio is taken to log-probabilities that the trainer computes itself.
+
+    Another engine, or a batch of another shape in low precision, rounds otherwise. A sample of the
+    weights that an update begins with has a ratio of one but for that. With a correction samples of
+    older weights are compared with the weights of now, too, and weighted by `importance_weights`.
+
+    Args:
+        sample: to learn from.
+        loss: of its batch.
+        version: of the weights that the update begins with.
+        exact: recorded log-probabilities are the trainer's up to a rounding that does not matter.
+    """
+    if (sample.kind or loss.kind) in WITHOUT_RATIO:
+        return False
+    return loss.correction != "none" or (sample.policy_version == version and not exact)
+
+
+def begin_ratios(
+    logp: Tensor, members: Sequence[Sample], loss: LossSettings, version: int, *, exact: bool
+) -> tuple[list[Sample], Sums]:
+    """Take ratios to the log-probabilities of now, and measure how far recorded ones are from them.
+
+    This is for the first optimiser step of an update: no weight has changed yet, so that ``logp``,
+    shape (n,), of the trained tokens of ``members`` in their order, is of the old policy as well.
+    The other arguments are those of `takes_old`.
+
+    Returns:
+        the samples, with ``old`` where they take it, and metrics of those with a ratio. With
+        d_t = logp_t - recorded_t, ``mismatch_kl`` is the mean of exp(d_t) - d_t - 1, an estimate of
+        KL(sampler || trainer) per token, and ``mismatch_clipped`` the share of tokens whose
+        importance weight is above its cap (that of single tokens without a correction).
+    """
+    found, sums = list[Sample](), Sums()
+    parts = torch.split(logp.detach(), [len(s.positions) for s in members])
+    for sample, part in zip(members, parts, strict=True):
+        if (sample.kind or loss.kind) not in WITHOUT_RATIO and sample.positions:
+            recorded = part.new_tensor(sample.logprobs)
+            one = torch.zeros(len(part), dtype=torch.long, device=part.device)
+            level = "token" if loss.correction == "none" else loss.correction
+            weights = importance_weights(part, recorded, one, level=level, cap=math.inf)
+            clipped = float((weights > loss.correction_cap).sum())
+            divergence = float(kl_k3(recorded, part).sum())
+            count = len(part)
+            add_sums(
+                sums,
+                {"mismatch_kl": (divergence, count), "mismatch_clipped": (clipped, count)},
+            )
+        if takes_old(sample, loss, version, exact=exact):
+            sample = replace(sample, old=tuple(cast("Any", part).tolist()))
+        found.append(sample)
+    return found, sums
+
+
+def importance_weights(
+    old_logp: Tensor, recorded: Tensor, segment: Tensor, *, level: Correction, cap: float
+) -> Tensor:
+    """Compute truncated importance weights from the sampler mu to the policy of the ratios, pi_old.
+
+    ``level="token"``: w_t = min(pi_old(t) / mu(t), cap). At equal weights this is truncated
+    importance sampling (TIS; Yao et al., 2025), where pi_old is newer than mu it is the weight of
+    decoupled PPO (Hilton et al., 2021; AReaL). ``level="sequence"``: the ratio of the whole
+    sequence in its place, exp of the *sum* of its log-ratios. That is unbiased below the cap, but
+    its logarithm falls with every token by the divergence of both, so that it fits short responses
+    alone.
+
+    Args:
+        old_logp: log-probability of each token under pi_old, shape (n,).
+        recorded: the same under mu, as it was recorded, shape (n,).
+        segment: index of each token's sequence, shape (n,), long.
+        level: ``token`` or ``sequence``.
+        cap: the largest weight.
+
+    Returns:
+        the weights, shape (n,), without gradient.
+
+    Raises:
+        ValueError: the tensors have different shapes, or ``level`` is unknown.
+    """
+    _same_shape(old_logp, recorded, segment)
+    if level not in ("token", "sequence"):
+        raise ValueError(f"Expected a correction by token or sequence, got {level!r}")
+    gap = (old_logp - recorded).detach()
+    if level == "sequence" and len(gap):
+        gap = gap.new_zeros(int(segment.max()) + 1).index_add(0, segment, gap)[segment]
+    return gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=cap)
 
 
 def add_sums(into: Sums, more: Mapping[str, tuple[float, int]]) -> None:
@@ -359,14 +469,16 @@ def ppo_clip_loss(
     clip_low: float,
     clip_high: float,
     ratio: Ratio = "token",
+    importance: Tensor | None = None,
 ) -> tuple[Tensor, Stats]:
     """Compute the clipped surrogate of eq. 4 and 5 of Complementary RL, negated.
 
-    loss = -sum_s w_s * mean over t in s of min(rho A, clip(rho, 1 - low, 1 + high) A). With
+    loss = -sum_s w_s * mean over t in s of i min(rho A, clip(rho, 1 - low, 1 + high) A). With
     ``ratio="token"`` rho_t is pi(t) / pi_old(t), as in GRPO's code; with ``"sequence"`` it is the
     ratio of the whole sequence, exp of the *sum* of its token log-ratios, as eq. 4 is written, and
-    A is the mean of the sequence's token advantages. With the advantages of
-    ``advantages.cell_advantages`` by half group and ``advantages.split_weights`` this is eq. 5.
+    with ``"sequence_mean"`` exp of their *mean*, as in GSPO; A is then the mean of the sequence's
+    token advantages. With the advantages of ``advantages.cell_advantages`` by half group and
+    ``advantages.split_weights`` this is eq. 5. The importance weight i is one by default.
 
     Args:
         logp: log-probability of each token under the policy, shape (n,), float, carries the
@@ -378,7 +490,9 @@ def ppo_clip_loss(
         weights: weight of each sequence, shape (m,); a sequence without tokens adds nothing.
         clip_low: the ratio is clipped to [1 - clip_low, 1 + clip_high].
         clip_high: see ``clip_low``.
-        ratio: ``token`` or ``sequence``.
+        ratio: ``token``, ``sequence`` or ``sequence_mean``.
+        importance: weight i of each token's term, shape (n,), without gradient; a sequence's term
+            takes their mean.
 
     Returns:
         the loss, a scalar, and ``ratio`` (mean), ``clip_fraction`` (share of terms where the
@@ -388,35 +502,46 @@ def ppo_clip_loss(
         ValueError: the token tensors have different shapes, or ``ratio`` is unknown.
     """
     _same_shape(logp, old_logp, advantages, segment)
-    if ratio not in ("token", "sequence"):
-        raise ValueError(f"Expected ratio to be token or sequence, got {ratio!r}")
+    if ratio not in ("token", "sequence", "sequence_mean"):
+        raise ValueError(f"Expected ratio to be token, sequence or sequence_mean, got {ratio!r}")
     if logp.numel() == 0:
         return logp.sum() * 0.0, {"ratio": 1.0, "clip_fraction": 0.0, "kl": 0.0}
     log_ratio = logp - old_logp
-    if ratio == "sequence":
-        lengths = torch.bincount(segment, minlength=len(weights))
-        present, share = lengths > 0, weights[lengths > 0]
-        values = torch.stack((advantages, log_ratio))
-        sums = values.new_zeros(2, len(weights)).index_add(1, segment, values)[:, present]
-        advantages = sums[0] / lengths[present]
-        rho = sums[1].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    else:
+    if ratio == "token":
         rho = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         share = _token_share(segment, weights)
+        if importance is not None:
+            share = share * importance
+    else:
+        lengths = torch.bincount(segment, minlength=len(weights))
+        present, ones = lengths > 0, torch.ones_like(log_ratio)
+        values = torch.stack((advantages, log_ratio, ones if importance is None else importance))
+        sums = values.new_zeros(3, len(weights)).index_add(1, segment, values)[:, present]
+        averages = sums / lengths[present]
+        advantages, share = averages[0], weights[present] * averages[2]
+        log_rho = averages[1] if ratio == "sequence_mean" else sums[1]
+        rho = log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     plain, clipped = rho * advantages, rho.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
     loss = -(share * torch.minimum(plain, clipped)).sum()
     return loss, _stats(log_ratio, rho, clipped < plain)
 
 
 def cispo_loss(
-    logp: Tensor, old_logp: Tensor, advantages: Tensor, *, eps_low: float, eps_high: float
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    *,
+    eps_low: float,
+    eps_high: float,
+    importance: Tensor | None = None,
 ) -> tuple[Tensor, Stats]:
     """Compute CISPO, eq. 3 of Complementary RL, negated.
 
-    loss = -(1 / n) * sum_t sg(clip(rho_t, 1 - low, 1 + high)) A_t log pi(t). The clipped ratio only
-    weighs the gradient (sg: stop-gradient), so that no token loses its gradient; at rho = 1 it is
-    that of REINFORCE. ``old_logp`` is of the policy that sampled the token (stored at generation,
-    not recomputed), and ``advantages`` include eq. 7's weight; all have shape (n,).
+    loss = -(1 / n) * sum_t sg(i_t clip(rho_t, 1 - low, 1 + high)) A_t log pi(t). The clipped ratio
+    only weighs the gradient (sg: stop-gradient), so that no token loses its gradient; at rho = 1 it
+    is that of REINFORCE. ``old_logp`` is of the weights that sampled the token, not of weights of
+    now unless these are the same, and ``advantages`` include eq. 7's weight; all have shape (n,).
+    The importance weight i is one by default.
 
     Returns:
         the loss, a scalar, and the statistics of ``ppo_clip_loss`` (``clip_fraction``: tokens whose
@@ -431,7 +556,8 @@ def cispo_loss(
     log_ratio = (logp - old_logp).detach()
     rho = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     clipped = rho.clamp(1.0 - eps_low, 1.0 + eps_high)
-    loss = -(clipped * advantages * logp).sum() / logp.numel()
+    weighted = advantages if importance is None else importance * advantages
+    loss = -(clipped * weighted * logp).sum() / logp.numel()
     return loss, _stats(log_ratio, rho, clipped != rho)
 
 

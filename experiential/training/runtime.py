@@ -13,7 +13,7 @@ import gymnasium as gym
 from pydantic import Field
 
 from experiential.bank.protocol import ForkableBank
-from experiential.config import EnvSettings, Experiment, Ratio
+from experiential.config import Correction, EnvSettings, Experiment, Ratio
 from experiential.errors import ConfigError
 from experiential.llm.base import LLM
 from experiential.plugins import resolve
@@ -24,6 +24,8 @@ LOSSES = {
     for name in ("ppo", "cispo", "sft", "reverse_kl", "full_reverse_kl", "full_forward_kl")
 }
 """Built-in policy losses, which import torch and so are imported when chosen."""
+WITHOUT_RATIO = ("sft", "reverse_kl", "full_reverse_kl", "full_forward_kl")
+"""Losses that do not read a sample's behaviour log-probabilities."""
 METHODS = {
     "policy_gradient": "experiential.training.methods.policy_gradient:PolicyGradient",
     "evolver": "experiential.training.methods.evolver:EvolveR",
@@ -39,7 +41,7 @@ class Sample:
         tokens: prompt, responses and observations, as they were fed to the policy, shape (n,).
         positions: indices of the sampled tokens in ``tokens``; token ``p`` was drawn given
             ``tokens[:p]``.
-        logprobs: log-probability of each sampled token under the behaviour policy, in nats.
+        logprobs: log-probability of each sampled token, as its sampler recorded it, in nats.
         advantages: advantage of each sampled token.
         allowed: token ids each draw was restricted to; empty means the whole vocabulary, or what
             ``json_schema`` allows.
@@ -53,6 +55,8 @@ class Sample:
         temperature: temperature the log-probabilities were taken at.
         policy_version: optimiser steps the behaviour policy had seen.
         kind: the loss of this sequence where it is another than that of its batch.
+        old: log-probability of each sampled token, computed by the trainer under the weights that
+            an update begins with; empty where ratios are taken to ``logprobs``. Set by runtimes.
     """
 
     tokens: tuple[int, ...]
@@ -68,6 +72,7 @@ class Sample:
     policy_version: int = 0
     kind: str | None = None
     taught: Sample | None = None
+    old: tuple[float, ...] = ()
 
     def weighted(self, factor: float) -> Sample:
         """Return the same sample with its weight multiplied."""
@@ -83,7 +88,7 @@ def usable_samples(samples: Sequence[Sample]) -> list[Sample]:
     usable = [s for s in samples if s.positions]
     for sample in usable:
         n = len(sample.positions)
-        optional = [found for found in (sample.allowed, sample.teacher) if found]
+        optional = [found for found in (sample.allowed, sample.old, sample.teacher) if found]
         if any(len(found) != n for found in (sample.logprobs, sample.advantages, *optional)):
             raise ValueError(
                 f"Expected {n} log-probabilities, advantages, constraints and teacher's, one per"
@@ -107,6 +112,8 @@ class LossSettings(Record):
     low: float = Field(default=0.2, gt=0.0, description="clips the ratio to [1 - low, 1 + high]")
     high: float = Field(default=0.2, gt=0.0)
     ratio: Ratio = "token"
+    correction: Correction = Field(default="none", description="see `losses.importance_weights`")
+    correction_cap: float = Field(default=2.0, gt=0.0)
     kl: float = Field(default=0.0, ge=0.0)
     epochs: int = Field(default=1, gt=0)
     mini_batches: int = Field(default=1, gt=0)

@@ -159,7 +159,7 @@ def rounded_step(samples: Sequence[Sample], loss: LossSettings) -> tuple[float, 
     ]
     total = sum(len(s.positions) for s in samples)
     for row in rows:
-        part, _ = local._loss(row, samples, loss, total, first=False)
+        part, _ = local._loss(row, samples, loss, total, first=True)
         part.backward()
         value += float(part.detach())
     gradients = [p.grad.double() for p in local._parameters if p.grad is not None]
@@ -186,6 +186,10 @@ async def test_both_runtimes_take_the_same_step(
     loss = LossSettings(kind=kind, kl=0.0 if kind == "sft" else 0.1)
     there, here = await actor.train(samples, loss), await local.train(samples, loss)
     assert there.updates == here.updates == 1 and there.tokens == here.tokens
+    if kind != "sft":
+        assert there.metrics["ratio"] == pytest.approx(1.0, abs=1e-6), "to the ranks' own"
+        assert 0 < there.metrics["mismatch_kl"] < 1e-3 and here.metrics["mismatch_kl"] < 1e-3
+        assert there.metrics["mismatch_clipped"] == there.metrics["clip_fraction"] == 0.0
     assert there.loss == pytest.approx(here.loss, rel=0.1, abs=0.03)
     assert there.grad_norm == pytest.approx(here.grad_norm, rel=0.1)
     value, norm = rounded_step(samples, loss)

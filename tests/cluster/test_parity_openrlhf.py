@@ -12,7 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiential.training.losses import kl_k3, ppo_clip_loss, reverse_kl_loss, sft_loss
+from experiential.config import Ratio
+from experiential.training.losses import (
+    importance_weights,
+    kl_k3,
+    ppo_clip_loss,
+    reverse_kl_loss,
+    sft_loss,
+)
 from experiential.training.runtime import LossSettings
 from tests.cluster.ragged import (
     EPISODES,
@@ -43,13 +50,15 @@ def double() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def their_loss(batch: Ragged, advantages: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+def their_loss(
+    batch: Ragged, advantages: Tensor, rollout: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
     """``PolicyLoss`` of the batch, and its gradient by every log-probability."""
     from openrlhf.models.loss import PolicyLoss
 
     logp = batch.fresh()
     loss = PolicyLoss(clip_eps_low=LOW, clip_eps_high=HIGH, **options)(
-        logp, batch.old, advantages[:, None], batch.mask.double()
+        logp, batch.old, advantages[:, None], batch.mask.double(), rollout
     )[0]
     return loss.detach(), torch.autograd.grad(loss, logp)[0]
 
@@ -120,28 +129,55 @@ def test_the_clipped_loss_by_itself_is_policy_loss_to_the_last_digits(token_leve
     assert 0.1 < stats["clip_fraction"] < 0.9, "both branches are taken"
 
 
-def test_gspo_is_our_sequence_ratio_of_mean_log_ratios_and_not_of_their_sums() -> None:
-    # Eq. 4 has the ratio of the whole sequence, exp of the sum; GSPO takes its n-th root, exp of
-    # the mean.
+def test_gspo_is_our_ratio_of_mean_log_ratios_and_not_of_their_sums() -> None:
     batch, lengths = ragged(), ragged().lengths.double()
     theirs = their_loss(batch, our_advantages(), policy_loss_type="gspo")
     weights = lengths / (lengths + 1e-8) / EPISODES
-    found = []
-    for root in (lengths[:, None], torch.ones(EPISODES, 1)):
+    found: list[tuple[Tensor, Tensor]] = []
+    ratios: tuple[Ratio, ...] = ("sequence_mean", "sequence")
+    for ratio in ratios:
         logp = batch.fresh()
         loss, _ = ppo_clip_loss(
-            (logp / root)[batch.mask],
-            (batch.old / root)[batch.mask],
+            logp[batch.mask],
+            batch.old[batch.mask],
             per_token(batch, our_advantages())[batch.mask],
             segment=batch.segment(),
             weights=weights,
             clip_low=LOW,
             clip_high=HIGH,
-            ratio="sequence",
+            ratio=ratio,
         )
         found.append((loss.detach(), torch.autograd.grad(loss, logp)[0]))
     agree(found[0], theirs)
     assert abs(found[1][0] - theirs[0]) > 1e-3
+
+
+def test_a_correction_by_token_is_their_truncated_importance_sampling() -> None:
+    # Theirs clamps on both sides; a lower bound of 0 leaves the upper one.
+    batch, lengths, cap = ragged(), ragged().lengths.double(), 1.3
+    options = {
+        "is_correction_level": "token",
+        "is_correction_mode": "clip",
+        "is_correction_threshold": [0.0, cap],
+        "token_level_loss": False,
+    }
+    theirs = their_loss(batch, our_advantages(), rollout=batch.reference, **options)
+    importance = importance_weights(
+        batch.old[batch.mask], batch.reference[batch.mask], batch.segment(), level="token", cap=cap
+    )
+    assert 0 < (importance == cap).double().mean() < 1, "some weights are truncated"
+    logp = batch.fresh()
+    loss, _ = ppo_clip_loss(
+        logp[batch.mask],
+        batch.old[batch.mask],
+        per_token(batch, our_advantages())[batch.mask],
+        segment=batch.segment(),
+        weights=lengths / (lengths + 1e-8) / EPISODES,
+        clip_low=LOW,
+        clip_high=HIGH,
+        importance=importance,
+    )
+    agree((loss.detach(), torch.autograd.grad(loss, logp)[0]), theirs)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("rloo", "rloo"), ("dr_grpo", "dr_grpo")])

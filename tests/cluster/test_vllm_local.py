@@ -123,11 +123,11 @@ async def test_new_weights_reach_the_engine_with_sync_and_not_before(
     samples = samples_of(await responses(actor))
     assert max(await gaps(actor, samples)) < 1e-6
     stats = await actor.train(samples, LossSettings(mini_batches=2))
-    assert stats.metrics["generator_kl"] < 1e-6, "of the first step only, at equal weights"
+    assert stats.metrics["mismatch_kl"] < 1e-6, "of the first step only, at equal weights"
     assert actor.generator._asleep, "the engine sleeps while the weights are trained"
     for _ in range(2):
         stats = await actor.train(samples, LossSettings(kind="sft"))
-        assert "generator_kl" not in stats.metrics, "the engine has other weights by now"
+        assert "mismatch_kl" not in stats.metrics, "imitation has no ratio"
 
     stale = samples_of(await responses(actor, 50))
     assert not actor.generator._asleep, "a request wakes it"
@@ -218,8 +218,8 @@ def test_a_run_learns_from_what_vllm_draws(tmp_path: Path) -> None:
     steps = [event for event in map(json.loads, lines) if event["event"] == "step"]
     assert [event["step"] for event in steps] == list(range(1, 17))
     assert sum(event["errors"] for event in steps) == 0
-    updated = [event for event in steps if "actor_generator_kl" in event]
-    assert len(updated) >= 10 and max(event["actor_generator_kl"] for event in updated) < 1e-3
+    updated = [event for event in steps if "actor_mismatch_kl" in event]
+    assert len(updated) >= 10 and max(event["actor_mismatch_kl"] for event in updated) < 1e-3
     early, late = (sum(event["reward"] for event in part) / 4 for part in (steps[:4], steps[-4:]))
     assert late > early + 0.1, f"success went from {early:.2f} to {late:.2f}"
 

@@ -45,6 +45,8 @@ class PolicyGradient(Method):
             low=settings.clip_low,
             high=settings.clip_high,
             ratio=settings.ratio,
+            correction=settings.correction,
+            correction_cap=settings.correction_cap,
             kl=settings.kl,
             epochs=settings.epochs,
             mini_batches=settings.mini_batches,

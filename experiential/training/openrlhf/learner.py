@@ -15,6 +15,7 @@ from experiential.training.losses import (
     Sums,
     add_sums,
     batch_loss,
+    begin_ratios,
     blocked_tokens,
     means,
     token_logprobs,
@@ -73,6 +74,7 @@ class Learner:
         self._settings, self._accumulated, self._stats = LossSettings(), accumulated, RankStats()
         self.samples: list[Sample] = []
         self._references: list[torch.Tensor] = []
+        self._version = self._passes = 0  # of the weights at the start; micro-batches since
         self._members: list[Sample] = []  # of the training step, and their reference
         self._reference_logp: torch.Tensor | None = None
         self._model: Any = trainer.actor.model
@@ -86,12 +88,14 @@ class Learner:
         trainer.actor.forward = self._forward
         trainer.training_step = self._training_step
 
-    def learn(self, settings: LossSettings, updates: int) -> RankStats:
+    def learn(self, settings: LossSettings, updates: int, version: int) -> RankStats:
         """Train on ``samples``, as many on every rank, and clear them.
 
-        ``updates`` are the optimiser steps of one epoch over the samples of all ranks.
+        ``updates`` are the optimiser steps of one epoch over the samples of all ranks, ``version``
+        that of the weights that they begin with.
         """
         self._settings, self._stats = settings, RankStats(updates=updates * settings.epochs)
+        self._version, self._passes = version, 0
         self._trainer.max_epochs = settings.epochs
         self._references = []
         if settings.kl > 0:
@@ -172,8 +176,13 @@ class Learner:
         """
         logp = log_probs[action_mask.bool()]
         total = float(batch_num_tokens) * self._accumulated
-        reference = self._reference_logp
-        value, sums = batch_loss(logp, self._members, self._settings, total, reference)
+        reference, members = self._reference_logp, self._members
+        if self._passes < self._accumulated:  # of the first optimiser step
+            settings, version = self._settings, self._version
+            members, mismatch = begin_ratios(logp, members, settings, version, exact=False)
+            add_sums(self._stats.metrics, mismatch)
+        self._passes += 1
+        value, sums = batch_loss(logp, members, self._settings, total, reference)
         self._stats.loss += float(value.detach())
         add_sums(self._stats.metrics, sums)
         clipped, kl = (torch.tensor(means(sums).get(name, 0.0)) for name in ("clip_fraction", "kl"))

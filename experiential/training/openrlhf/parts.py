@@ -243,8 +243,8 @@ class _RankMethods:
     def take(self, sample: Sample) -> None:
         self.learner.samples.append(sample)
 
-    def learn(self, settings: LossSettings, updates: int) -> RankStats:
-        return self.learner.learn(settings, updates)
+    def learn(self, settings: LossSettings, updates: int, version: int) -> RankStats:
+        return self.learner.learn(settings, updates, version)
 
     def score(self) -> list[tuple[float, ...]]:
         return self.learner.score()

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from functools import lru_cache, partial, wraps
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +23,7 @@ from experiential.llm.request import ChoiceTrie, PromptEncoder, StopFinder
 from experiential.llm.vllm import draw_response
 from experiential.rollout import make_env
 from experiential.sync import EventLoopThread
-from experiential.training.losses import Sums, add_sums, means
+from experiential.training.losses import Sums, add_sums, means, takes_old
 from experiential.training.openrlhf import parts, versions
 from experiential.training.openrlhf.bank_actor import BankActor
 from experiential.training.openrlhf.engines import Engine, Engines
@@ -212,7 +213,9 @@ class OpenRLHFRuntime(PolicyRuntime):
         The samples are filled up with empty ones to whole batches of ``batch_size``, one optimiser
         step each. Where that makes several steps, or ``mini_batches`` asks for them, the weight of
         a sequence is multiplied by their number, as in `LocalRuntime`; which sequences meet in a
-        step is then drawn by each rank among its own. Empty input changes nothing.
+        step is then drawn by each rank among its own. Ratios are taken to log-probabilities of the
+        ranks (`takes_old`): in the first step from its own forward pass, and if more steps follow,
+        from one before it. Empty input changes nothing.
         """
         usable = usable_samples(samples)
         if not usable:
@@ -221,10 +224,18 @@ class OpenRLHFRuntime(PolicyRuntime):
             begin = time.perf_counter()
             size = self.settings.batch_size
             updates = max(loss.mini_batches, -(-len(usable) // size))
+            takes = [takes_old(s, loss, self.version, exact=False) for s in usable]
+            if any(takes) and updates * loss.epochs > 1:
+                usable = [
+                    replace(sample, old=values) if take else sample
+                    for sample, take, values in zip(
+                        usable, takes, await self._score(usable), strict=True
+                    )
+                ]
             filled = [s.weighted(updates) for s in usable]
             filled += [BLANK] * (updates * size - len(usable))
             await self._all("take", sample=filled)
-            found: list[RankStats] = await self._all("learn", loss, updates)
+            found: list[RankStats] = await self._all("learn", loss, updates, self.version)
             seconds = time.perf_counter() - begin
             self._train_s += seconds
             self.version += updates * loss.epochs
@@ -250,9 +261,12 @@ class OpenRLHFRuntime(PolicyRuntime):
         """Return the log-probability in nats of each trained token under the trained weights."""
         usable = [s for s in samples if s.positions]
         async with self._training, self._computing():
-            blanks = -len(usable) % (len(self._ranks) * self.settings.micro_batch_size)
-            await self._all("take", sample=usable + [BLANK] * blanks)
-            found: list[list[tuple[float, ...]]] = await self._all("score")
+            return await self._score(usable)
+
+    async def _score(self, usable: list[Sample]) -> list[tuple[float, ...]]:
+        blanks = -len(usable) % (len(self._ranks) * self.settings.micro_batch_size)
+        await self._all("take", sample=usable + [BLANK] * blanks)
+        found: list[list[tuple[float, ...]]] = await self._all("score")
         return [part for rank in found for part in rank][: len(usable)]
 
     @_on_cluster_loop
