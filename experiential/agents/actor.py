@@ -132,6 +132,7 @@ class ActorAgent:
             MessageDialogue(**shown) if tokenizer is None else Dialogue(tokenizer, **shown)
         )
         self.generations: list[Generation] = []
+        self._session = new_id()
         self._experience: str | None = None
         self._tools: tuple[dict[str, Any], ...] = ()
         self._further: list[
@@ -154,7 +155,7 @@ class ActorAgent:
         seed = None if self.seed is None else derived_seed(self.seed, len(self.generations))
         if self._native and info.get("tools"):  # of the reset, or of a turn that offers others
             self._tools = tuple(info["tools"])
-        sampling: dict[str, Any] = {"seed": seed, "tools": self._tools}
+        sampling: dict[str, Any] = {"seed": seed, "tools": self._tools, "session": self._session}
         choices = tuple(map(str, info.get("admissible") or ())) if self.constrain else ()
         if choices:
             pattern = info.get("admissible_pattern")

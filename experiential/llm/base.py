@@ -32,6 +32,8 @@ class SamplingParams(Record):
             ``supports_tools``.
         seed: makes one request reproducible in any batch.
         priority: lower runs first when requests compete for one device (0 rollout, 1 background).
+        session: name of the conversation; a backend with several engines keeps it on one of them,
+            whose prefix cache holds its earlier turns.
     """
 
     temperature: float = Field(default=1.0, ge=0.0)
@@ -45,6 +47,7 @@ class SamplingParams(Record):
     tools: tuple[dict[str, Any], ...] = ()
     seed: int | None = None
     priority: int = 0
+    session: str | None = None
 
     def open_choices(self) -> str | None:
         r"""Return one regular expression of the choices and ``pattern``, None without one of them.

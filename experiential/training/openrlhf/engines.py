@@ -1,4 +1,4 @@
-"""Serve one policy from vLLM engines: the least busy one answers, a lost one is started again."""
+"""Serve one policy from vLLM engines: balance conversations, start a lost engine again."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal
 
 from experiential.training.openrlhf.supervisor import Incarnation, LostActorError, Supervisor
+
+SESSIONS = 10_000
+"""Conversations whose engine is remembered; the one that was silent longest is forgotten first."""
 
 
 class Engine(Supervisor):
@@ -23,9 +26,11 @@ class Engine(Supervisor):
 
 
 class Engines:
-    """Balance requests among engines that serve the same weights.
+    """Balance conversations among engines that serve the same weights.
 
-    An engine that takes longer than ``cluster.call_timeout`` for a request counts as dead.
+    The requests of a session go to one engine, whose prefix cache holds what came before; a new
+    session, and a request without one, goes to the least busy engine. An engine that takes longer
+    than ``cluster.call_timeout`` for a request counts as dead.
 
     Args:
         engines: started when they are needed.
@@ -36,6 +41,8 @@ class Engines:
     def __init__(self, engines: list[Engine], reconnect: Callable[[], Awaitable[None]]) -> None:
         self.engines, self._reconnect = engines, reconnect
         self._mending = asyncio.Lock()
+        self._sessions: dict[str, Engine] = {}  # least recently asked first
+        self._first = 0
         self._busy, self._busy_since = 0.0, 0.0
 
     @property
@@ -65,8 +72,10 @@ class Engines:
                 for engine, actor in zip(self.engines, actors, strict=True):
                     engine.connected = actor
 
-    async def generate(self, ids: Sequence[int], params: Any) -> Any:
-        """Return vLLM's output for one prompt, drawn again elsewhere if its engine is lost.
+    async def generate(self, ids: Sequence[int], params: Any, session: str | None = None) -> Any:
+        """Return vLLM's output for one prompt, drawn again if its engine is lost.
+
+        The session of a lost engine then goes to the least busy one.
 
         Raises:
             BackendError: the engine refused it, or was lost more often than it may be started
@@ -74,7 +83,7 @@ class Engines:
         """
         while True:
             await self.connect()
-            engine = min(self.engines, key=lambda e: e.running)
+            engine = self._engine_of(session)
             actor = engine.current
             if not any(e.running for e in self.engines):
                 self._busy_since = time.perf_counter()
@@ -84,10 +93,24 @@ class Engines:
                 return found.outputs[0]
             except LostActorError as error:
                 engine.lose(actor, error.reason)
+                self._sessions = {s: e for s, e in self._sessions.items() if e is not engine}
             finally:
                 engine.running -= 1
                 if not any(e.running for e in self.engines):
                     self._busy += time.perf_counter() - self._busy_since
+
+    def _engine_of(self, session: str | None) -> Engine:
+        """Return the engine that a session is on, or the least busy one, ties in turn."""
+        engine = None if session is None else self._sessions.pop(session, None)
+        if engine is None:
+            self._first = (self._first + 1) % len(self.engines)
+            order = self.engines[self._first :] + self.engines[: self._first]
+            engine = min(order, key=lambda e: e.running)
+        if session is not None:
+            self._sessions[session] = engine
+            if len(self._sessions) > SESSIONS:
+                del self._sessions[next(iter(self._sessions))]
+        return engine
 
     async def mend(self) -> None:
         """Start every engine again that is dead."""

@@ -172,7 +172,7 @@ class OpenRLHFRuntime(PolicyRuntime):
         return sum(engine.restarts for engine in self._engines.engines)
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generation:
-        """Sample one response on the least busy engine; may be awaited on any event loop.
+        """Sample one response on the engine of its session; may be awaited on any event loop.
 
         Raises:
             BackendError: the prompt does not fit, or no engine could answer.
@@ -193,7 +193,7 @@ class OpenRLHFRuntime(PolicyRuntime):
     ) -> Generation:
         async with self._generating():
             made = await draw_response(
-                self._engines.generate,
+                partial(self._engines.generate, session=sampling.session),
                 ids,
                 sampling,
                 room,
