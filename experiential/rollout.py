@@ -22,7 +22,14 @@ import numpy as np
 from experiential.agents.actor import ActorAgent
 from experiential.config import EnvSettings
 from experiential.envs.make import NO_BUILTINS, make
-from experiential.errors import BackendError, BudgetError, ConfigError, EnvError, ExperientialError
+from experiential.errors import (
+    BackendError,
+    BudgetError,
+    ConfigError,
+    ContextError,
+    EnvError,
+    ExperientialError,
+)
 from experiential.llm.rounds import Rounds
 from experiential.plugins import resolve
 from experiential.sync import attempted
@@ -68,6 +75,7 @@ class Episode:
         generations: the actor's responses, in order.
         broken: its environment failed, so that it never finished.
         asked: per response, whether it asked the bank and so did not step the environment.
+        outgrown: it was cut off where its next prompt no longer fitted the model's context.
     """
 
     trajectory: Trajectory
@@ -75,6 +83,7 @@ class Episode:
     broken: bool = False
     asked: tuple[bool, ...] = ()
     job: Job | None = None
+    outgrown: bool = False
 
     @property
     def attempt(self) -> int:
@@ -248,6 +257,8 @@ class Rollout:
         make_env: builds the innermost environments, on the event loop; in this process by default.
         critic: reviews retrieved experience before an episode begins.
         in_order: play in `Rounds`, so that equal episodes come out whatever their speed.
+        keeps_outgrown: keep an episode that outgrows the model's context up to there, as no
+            success, if it has a response; without that it is one that the backend fails.
 
     Attributes:
         close_errors: how often closing an environment failed, by reason.
@@ -266,8 +277,9 @@ class Rollout:
         make_env: MakeEnv = make_env,
         critic: Reviewer | None = None,
         in_order: bool = False,
+        keeps_outgrown: bool = False,
     ) -> None:
-        self._in_order = in_order
+        self._in_order, self._keeps_outgrown = in_order, keeps_outgrown
         self._rounds: Rounds | None = None  # of all actors, which share their model
         self._settings, self._kwargs = settings, kwargs
         self._manager, self._make_actor = manager, make_actor
@@ -321,7 +333,7 @@ class Rollout:
         """Play one job in a free slot; an episode that fails technically has no turns."""
         run, threads = asyncio.get_running_loop().run_in_executor, self._threads
         task, slot = job.task, await free.get()
-        actor, info, asked = slot.actor, dict[str, Any](), list[bool]()
+        actor, info, asked, outgrown = slot.actor, dict[str, Any](), list[bool](), False
         try:
             env, inner = slot.stack = slot.stack or self._make_stack()
             env.get_wrapper_attr("log").needs_outcome = True
@@ -340,7 +352,15 @@ class Rollout:
                 info = {**info, "experience_prompt": job.advice}
             done = False
             while not done:
-                action = await actor.aact(observation, info)
+                try:
+                    action = await actor.aact(observation, info)
+                except ContextError:
+                    if not self._keeps_outgrown or not actor.generations:
+                        raise
+                    finish = env.get_wrapper_attr("log").finish
+                    await run(threads, partial(finish, {"success": False} | info))
+                    outgrown = True
+                    break
                 step = partial(env.step, action)
                 # A call to the bank does not step the environment.
                 asks = isinstance(env, SearchAndAskWrapper) and env.query_of(action) is not None
@@ -366,7 +386,8 @@ class Rollout:
             return Episode(trajectory, (), broken=failed and not error.lost, job=job)
         else:
             trajectory = env.get_wrapper_attr("log").last_trajectory
-            return Episode(trajectory, tuple(actor.generations), asked=tuple(asked), job=job)
+            played = tuple(actor.generations)
+            return Episode(trajectory, played, asked=tuple(asked), job=job, outgrown=outgrown)
         finally:
             free.put_nowait(slot)
 

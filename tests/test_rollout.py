@@ -16,7 +16,14 @@ import pytest
 
 from experiential.agents.actor import ActorAgent
 from experiential.config import EnvSettings
-from experiential.errors import BackendError, EnvError, ExperientialError, MissingExtraError
+from experiential.errors import (
+    BackendError,
+    ContextError,
+    EnvError,
+    ExperientialError,
+    MissingExtraError,
+)
+from experiential.llm.base import SamplingParams
 from experiential.llm.scripted import ScriptedLLM
 from experiential.rollout import (
     AwaitedEnv,
@@ -29,7 +36,7 @@ from experiential.rollout import (
     failures,
     refuse_broken,
 )
-from experiential.types import Condition, Message, Trajectory
+from experiential.types import Condition, Generation, Message, Trajectory
 from tests.wrapper_worlds import CorridorEnv, CountingManager
 
 
@@ -96,6 +103,46 @@ def job(fate: str = "", seed: int = 0, condition: Condition = Condition.FREE) ->
     return Job(
         Task(seed, f"g{seed}", {"fate": fate} if fate else {}), condition, sampling_seed=seed
     )
+
+
+class Forgetful(ScriptedLLM):
+    """A model whose context holds ``longest`` messages."""
+
+    def __init__(self, longest: int) -> None:
+        super().__init__(["stay"])
+        self.longest = longest
+
+    async def generate(self, prompt: Any, sampling: SamplingParams | None = None) -> Generation:
+        if len(prompt) > self.longest:
+            raise ContextError("Expected a shorter prompt")
+        return await super().generate(prompt, sampling)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+async def test_an_episode_that_outgrows_the_context_is_kept_without_success(keeps: bool) -> None:
+    manager = CountingManager("Say go.")
+    for longest, turns in ((6, 3), (1, 0)):  # system, then an observation and a reply a turn
+        llm = Forgetful(longest)
+        play = Rollout(
+            EnvSettings(),
+            {},
+            manager,
+            lambda llm=llm: ActorAgent(llm),
+            slots=1,
+            make_env=lambda *_: CorridorEnv(length=9, limit=9),
+            keeps_outgrown=keeps,
+        )
+        first, second = await play.play([job(), job()])
+        play.close()
+        for episode in (first, second):
+            kept = keeps and turns > 0
+            assert episode.outgrown == kept
+            if kept:
+                assert episode.trajectory.error is None and episode.trajectory.success is False
+                assert len(episode.trajectory.turns) == len(episode.generations) == turns
+            else:
+                assert episode.trajectory.error == "backend: Expected a shorter prompt"
+    assert len(manager.submitted) == (2 if keeps else 0), "what is kept can be distilled"
 
 
 @contextmanager

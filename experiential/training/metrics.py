@@ -107,6 +107,8 @@ def step_event(step: int, episodes: Sequence[Episode], update: TrainStats) -> di
         "memory_gb": peak_memory_gb(),
     }
     event |= {f"actor_{name}": value for name, value in update.metrics.items()}
+    if outgrown := sum(e.outgrown for e in episodes):
+        event["outgrown"] = outgrown
     if any(any(e.asked) for e in episodes):
         event["asked"] = mean([sum(e.asked) for e in finished])
     if reasons := failures(episodes):

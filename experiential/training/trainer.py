@@ -232,6 +232,7 @@ class Trainer:
             search_experience=settings.actor.search_experience,
             make_env=self._runtime.make_env,
             in_order=settings.repeatable,
+            keeps_outgrown=True,  # else a batch would lack its long episodes, which fail
         )
         stack.callback(self._rollout.close)
         emit = self._metrics.emit

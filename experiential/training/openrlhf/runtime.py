@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 from experiential.bank.folder import FolderBank
 from experiential.bank.protocol import ForkableBank
 from experiential.config import ClusterSettings, Experiment, OptimSettings, PolicyClusterSettings
-from experiential.errors import BackendError, ConfigError
+from experiential.errors import ConfigError, ContextError
 from experiential.llm.base import Prompt, SamplingParams
 from experiential.llm.models import load_tokenizer, resolve_model
 from experiential.llm.request import ChoiceTrie, PromptEncoder, StopFinder
@@ -175,21 +175,24 @@ class OpenRLHFRuntime(PolicyRuntime):
         """Sample one response on the engine of its session; may be awaited on any event loop.
 
         Raises:
-            BackendError: the prompt does not fit, or no engine could answer.
+            ContextError: the prompt does not fit.
+            BackendError: no engine could answer.
         """
         sampling = sampling or SamplingParams()
         ids = self._encode(prompt)
+        trie = self._tries(sampling.choices) if sampling.choices else None
         room = self.settings.max_length - len(ids)
-        if room <= 0:
-            raise BackendError(
+        if room < (needed := 1 if trie is None else trie.longest):
+            raise ContextError(
                 f"Expected a prompt of fewer than {self.settings.max_length} tokens, got"
-                f" {len(ids)}; raise cluster.{self.name}.max_length"
+                f" {len(ids)} and at least {needed} to generate; raise"
+                f" cluster.{self.name}.max_length"
             )
-        return await self._respond(ids, sampling, room)
+        return await self._respond(ids, sampling, room, trie)
 
     @_on_cluster_loop
     async def _respond(
-        self, ids: tuple[int, ...], sampling: SamplingParams, room: int
+        self, ids: tuple[int, ...], sampling: SamplingParams, room: int, trie: ChoiceTrie | None
     ) -> Generation:
         async with self._generating():
             made = await draw_response(
@@ -197,7 +200,7 @@ class OpenRLHFRuntime(PolicyRuntime):
                 ids,
                 sampling,
                 room,
-                trie=self._tries(sampling.choices) if sampling.choices else None,
+                trie=trie,
                 stops=self._stops,
                 schemas=False,
                 policy=self.name,
