@@ -387,7 +387,8 @@ class Rollout:
         else:
             trajectory = env.get_wrapper_attr("log").last_trajectory
             played = tuple(actor.generations)
-            return Episode(trajectory, played, asked=tuple(asked), job=job, outgrown=outgrown)
+            calls = tuple(asked[: len(played)])  # a player that asks no model has no responses
+            return Episode(trajectory, played, asked=calls, job=job, outgrown=outgrown)
         finally:
             free.put_nowait(slot)
 

@@ -418,6 +418,11 @@ class TestBaselines:
     """Arms that any actor can play, without a trained bank."""
 
     drain = False
+    recorded: list[dict[str, Any]]
+
+    @pytest.fixture(autouse=True)
+    def nothing_recorded(self) -> None:
+        self.recorded = []
 
     def evaluator(self, make_actor: Any, **options: Any) -> VisitEvaluator:
         settings = load_experiment(
@@ -430,7 +435,7 @@ class TestBaselines:
                 f"run.drain={str(self.drain).lower()}",
             ],
         )
-        return VisitEvaluator(settings, make_actor, None)
+        return VisitEvaluator(settings, make_actor, None, record=self.recorded.append)
 
     @pytest.mark.parametrize(
         ("arm", "shown", "opening"),
@@ -494,6 +499,8 @@ class TestBaselines:
         assert first.outcomes == again.outcomes
         assert first.errors == 0
         assert first.event()["chance"] == pytest.approx(2 / 14)
+        rows = self.recorded[0]["rows"]
+        assert len(rows) == 9 and all(len(row["transcript"]) == row["turns"] > 0 for row in rows)
 
     async def test_best_of_n_counts_a_task_as_solved_by_any_of_its_attempts(self) -> None:
         attempt: Counter[str] = Counter()

@@ -59,6 +59,7 @@ VARIABLES = {
     "SMALL": "bank.embedder=hashing run.steps=1 actor.groups=2 actor.group_size=2 eval.worlds=2"
     " actor.max_tokens=16 eval.visits=2 eval.before=false run.preflight=false run.trackers=[]",
     "OPENAI_API_KEY": "none",
+    "EXPERIENTIAL_TOKEN": "secret",  # in place of the random one that a server prints
     "HF_HUB_OFFLINE": "1",
     "HTTPS_PROXY": "http://127.0.0.1:9",  # whoever asks another host is refused at once
     "PYTHONPATH": str(ROOT),
