@@ -250,7 +250,7 @@ class Rank(Actor):
     def on_take(self, answer: Future[Any], _: Any) -> None:
         answer.set_result(None)
 
-    def on_learn(self, answer: Future[Any], _: LossSettings, updates: int) -> None:
+    def on_learn(self, answer: Future[Any], _: LossSettings, updates: int, version: int) -> None:
         self._compute(answer, "learn", RankStats(updates=updates))
 
     def on_score(self, answer: Future[Any]) -> None:

@@ -103,8 +103,8 @@ class Engines:
         """Return the engine that a session is on, or the least busy one, ties in turn."""
         engine = None if session is None else self._sessions.pop(session, None)
         if engine is None:
-            self._first = (self._first + 1) % len(self.engines)
             order = self.engines[self._first :] + self.engines[: self._first]
+            self._first = (self._first + 1) % len(self.engines)
             engine = min(order, key=lambda e: e.running)
         if session is not None:
             self._sessions[session] = engine
