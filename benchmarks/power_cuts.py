@@ -242,7 +242,8 @@ def run(cuts: int, seed: int = 1, *, keep: Path | None = None) -> dict[str, Any]
                     counts.update({fault.partition(":")[0] for fault in found} or {"whole"})
                     counts.update(("cuts", f"left {one.fate}"))
                     counts["before the first opening ended"] += not one.promises.is_open
-                    counts["index made again"] += any(image.glob("bank/chroma.damaged-*"))
+                    aside = any(image.glob("bank/chroma.damaged-*"))
+                    counts["an index set aside by this cut or an earlier one"] += aside
                     if found:
                         named += [f"{one.name}: {fault}" for fault in found[:NAMED]]
                         if keep is not None:
