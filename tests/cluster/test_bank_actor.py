@@ -130,7 +130,7 @@ def test_a_fork_is_a_bank_with_the_same_entries_and_the_queue_where_asked(
         assert (copy.queue.waiting(), bare.queue.waiting()) == (["t1"], [])
         copy.add("Only here.")
     assert "Only here." not in texts(bank)
-    with pytest.raises(BankError, match="without a bank to fork into"):
+    with pytest.raises(BankError, match="without a bank, got"):
         bank.fork(tmp_path / "with")
 
 
