@@ -198,6 +198,16 @@ def test_subject_goes_by_score_where_tasks_cannot_be_told_apart(bank):
     assert {entry.id for entry in bank} == {a.id, none.id}
 
 
+def test_subject_puts_texts_that_name_no_other_task_first(bank):
+    task, other = "Open the vault of Grey Ann.", "Open the vault of Old Bob."
+    both = bank.add("Grey Bob: red.", task=task)
+    half = bank.add("Grey: red.", task=task)
+    bank.add("Old Bob: jade.", task=other)
+    use(bank, both, 1)
+    assert ids(bank.evict(1, "subject", per_task=True, dry_run=True)) == [both.id]
+    assert half.id in ids(bank)
+
+
 def test_random_is_repeatable_and_depends_on_seed_and_commit(bank):
     bank.add_many([f"text {i}" for i in range(40)])
     first = ids(bank.evict(20, "random", seed=1, dry_run=True))

@@ -436,7 +436,7 @@ class Bank(View, Protocol):
             policy: order of eviction; among equals the older goes. A new entry has a score of 0.5,
                 so in a bank of better ones "utility" evicts the new. "subject" begins with texts
                 that have the fewest of the words that tell their task from the bank's other tasks,
-                and goes by score among equals.
+                then those with words of other tasks, and goes by score among equals.
             seed: of "random"; the draw depends on it and on the last commit.
             dry_run: change nothing, only return the entries.
             author: named in the commit.

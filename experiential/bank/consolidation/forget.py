@@ -51,22 +51,24 @@ def prunable(
     return doomed
 
 
-def about(entries: Sequence[Experience]) -> dict[str, float]:
-    """Return by id the share of its task's own words that an entry's text has, from 0 to 1.
+def about(entries: Sequence[Experience]) -> dict[str, tuple[float, int]]:
+    """Return by id how far an entry's text is about its task; more is greater.
 
-    A task's own words are those that not all tasks of ``entries`` have. An entry without a task,
-    or whose task has no such words, is about it.
+    First comes the share of the task's own words that the text has, from 0 to 1, and then minus the
+    number of its words that are other tasks' own. A task's own words are those that not all tasks
+    of ``entries`` have. An entry without a task, or whose task has no such words, is about it.
     """
     words = {entry.task or "": content_words(entry.task or "") for entry in entries}
     words.pop("", None)
     common = set[str].intersection(*words.values()) if words else set[str]()
     own = {task: held - common for task, held in words.items()}
-    return {
-        entry.id: len(content_words(entry.text) & names) / len(names)
-        if (names := own.get(entry.task or ""))
-        else 1.0
-        for entry in entries
-    }
+    names = set[str]().union(*own.values())
+    found: dict[str, tuple[float, int]] = {}
+    for entry in entries:
+        mine, said = own.get(entry.task or "", set[str]()), content_words(entry.text)
+        share = len(said & mine) / len(mine) if mine else 1.0
+        found[entry.id] = share, -len(said & names - mine) if mine else 0
+    return found
 
 
 def evictable(
@@ -76,13 +78,13 @@ def evictable(
     seed: str,
     journal: Journal,
     namespace: str,
-    shares: Mapping[str, float],
+    subjects: Mapping[str, tuple[float, int]],
 ) -> list[Experience]:
     """Return the entries to evict so that ``cap`` are left, in the order of ``entries``.
 
     ``entries`` are the live ones, oldest first; of equals the older one goes. ``seed`` is that of
     the policy ``random``; in the journal ``lru`` finds the commit of an entry's last use;
-    ``shares`` are those of ``about``, for ``subject``.
+    ``subjects`` are those of ``about``, for ``subject``.
 
     Raises:
         ValueError: the cap is negative, or there is no such policy.
@@ -102,7 +104,7 @@ def evictable(
     elif policy == "utility":
         doomed = sorted(places, key=lambda i: entries[i].statistics.score)[:surplus]
     elif policy == "subject":
-        order = [(shares[one.id], one.statistics.score) for one in entries]
+        order = [(subjects[one.id], one.statistics.score) for one in entries]
         doomed = sorted(places, key=order.__getitem__)[:surplus]
     else:
         used = dict(journal.rows(_LAST_USE, namespace))
