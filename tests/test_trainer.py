@@ -364,9 +364,11 @@ def test_kill_at_any_moment_and_resume(tmp_path: Path) -> None:
         f"model.name={tmp_path / 'model'}", "run.steps=40", "run.checkpoint_every=1",
         "eval.before=false", "eval.after=false",
     ]  # fmt: skip
+    log = tmp_path / "run" / "episodes.jsonl"
     rng = np.random.default_rng(0)
     kills = 0
     for _ in range(12):
+        played = log.read_bytes().count(b"\n") if log.exists() else 0
         resume = (
             ["--resume"] if list((tmp_path / "run").glob("checkpoints/step-*")) else ["--overwrite"]
         )
@@ -376,19 +378,22 @@ def test_kill_at_any_moment_and_resume(tmp_path: Path) -> None:
             stderr=subprocess.PIPE,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
-        begin, limit = time.time(), 7 + rng.uniform(0, 6) if kills < 5 else 300
-        while process.poll() is None and time.time() - begin < limit:
-            time.sleep(0.05)
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            kills += 1
+        # Counted in steps and not in seconds: a fast machine plays all 40 before a clock would kill.
+        enough = played + int(rng.integers(0, 6))
+        while process.poll() is None and kills < 5:
+            if log.exists() and log.read_bytes().count(b"\n") > enough:
+                time.sleep(rng.uniform(0, 0.1))
+                process.send_signal(signal.SIGKILL)
+                kills += 1
+                break
+            time.sleep(0.01)
         _, errors = process.communicate()
         if process.returncode == 0:
             break
         assert process.returncode == -signal.SIGKILL, errors.decode()
     assert process.returncode == 0
-    assert kills > 0
-    events = read_events(tmp_path / "run" / "episodes.jsonl")
+    assert kills == 5
+    events = read_events(log)
     assert [e["step"] for e in events] == list(range(1, 41))
     expected = [
         task.seed for step in range(40) for task in TaskSource(EnvSettings(), 6, 0).tasks(step, 2)
