@@ -36,14 +36,16 @@ import numpy as np
 from benchmarks import demonstrations
 from benchmarks.orderings import ORDERINGS, Ordering, findings
 from experiential.cli.errors import exit_code
+from experiential.config import Arm
 from experiential.envs import random_agent
 from experiential.errors import ConfigError
 from experiential.evaluation.card import (
     ARMS,
     DIFFERENCES,
-    Card,
     RecipeReport,
+    by_arm,
     make_card,
+    recipe_difference,
     used_arm,
 )
 from experiential.evaluation.cell import Cell, cell_of, settings_digest
@@ -84,6 +86,7 @@ class Setup:
         curve: of the evaluations while training.
         final: of the evaluation at the end.
         recipes: compared in this environment.
+        arm: in which recipes with a bank are compared; None: with test-time writing (``on``).
         chance: success of blind play; None asks the environment, or measures it.
     """
 
@@ -91,6 +94,7 @@ class Setup:
     curve: tuple[str, ...]
     final: tuple[str, ...]
     recipes: tuple[str, ...] = RECIPES
+    arm: Arm | None = None
     chance: float | None = None
 
 
@@ -99,6 +103,18 @@ ENVIRONMENTS = {
         training=("run.steps=48",),
         curve=("eval.every=16", "eval.worlds=20", "eval.visits=3"),
         final=("eval.worlds=40", "eval.visits=4"),
+    ),
+    "vault-law": Setup(
+        training=(
+            "run.steps=48", "env.kwargs.law=first", "env.train={split: train, worlds: 318}",
+            "env.eval={split: eval, worlds: 120}", "env.visits=1", "bank.embedder=hashing",
+            "bank.retrieval.floor=0.0", "bank.retrieval.tie=0.001",
+            "bank.retrieval.strategy=evidence", "bank.options.retrieval.same_task=false",
+        ),
+        curve=("eval.every=12", "eval.worlds=60", "eval.visits=1", "eval.arms=[off, frozen]"),
+        final=("eval.worlds=120", "eval.visits=2"),
+        recipes=("grpo", "static-online", "complementary", "template", "history"),
+        arm="frozen",
     ),
     "frozen-lake": Setup(
         training=(
@@ -128,6 +144,8 @@ ALL = (
 """Settings of every run; with run.drain the same cell twice gives the same outcomes."""
 OVERRIDES: dict[tuple[str, str], tuple[str, ...]] = {}
 """Further settings of one recipe in one environment, by (environment, recipe)."""
+WITHOUT_EXTRACTOR = ("template", "history")
+"""Recipes whose entries a function writes: the baselines of an environment without others."""
 DEMONSTRATIONS = {"evolver": 300}
 """Recipes with a cold start, and how many demonstrations each is given."""
 TARGETS = (0.5, 0.8)
@@ -232,7 +250,7 @@ def play_cell(
             tokens=tokens,
             curve={
                 arm: tuple(evaluation_curve(events, arm))
-                for arm in ("off", "on")
+                for arm in ARMS
                 if evaluation_curve(events, arm)
             },
             arms=tuple(
@@ -500,12 +518,32 @@ def rows(
         mine = [cell for cell in cells if cell.environment == environment]
         card = make_card([arm for cell in mine for arm in cell.arms])
         blind = chance(environment)
+        base = [arm for cell in mine if cell.recipe == RECIPES[0] for arm in cell.arms]
         for recipe in card.recipes:
             played = [cell for cell in mine if cell.recipe == recipe.recipe]
-            row = _row(card, recipe, played) | {"chance": round(blind, 4)}
+            row = _row(recipe, played, base) | {"chance": round(blind, 4)}
             used = [arm for cell in played for arm in cell.arms if arm.arm == row["used_arm"]]
-            found.append(row | against(used, (known or {}).get(environment, {})))
+            rivals = (known or {}).get(environment) or trained_baselines(mine)
+            found.append(row | against(used, rivals))
     return found
+
+
+def compared_arm(environment: str, cells: Sequence[Cell]) -> Arm:
+    """Return the arm in which a recipe is compared: the environment's, where it was played."""
+    arm = ENVIRONMENTS[environment].arm
+    return arm if arm in {cell.arm for cell in cells} and arm else used_arm(cells)
+
+
+def trained_baselines(cells: Sequence[StudyCell]) -> dict[str, np.ndarray]:
+    """Return success of the recipes without a model as extractor, shape (seeds, worlds)."""
+    found: dict[str, list[np.ndarray]] = {}
+    for cell in cells:
+        if cell.recipe in WITHOUT_EXTRACTOR:
+            arm = compared_arm(cell.environment, cell.arms)
+            found.setdefault(f"{cell.recipe}, {arm}", []).extend(
+                played.later() for played in cell.arms if played.arm == arm
+            )
+    return {name: np.array(seeds) for name, seeds in found.items()}
 
 
 def against(cells: Sequence[Cell], known: Mapping[str, np.ndarray]) -> dict[str, Any]:
@@ -565,18 +603,14 @@ def random_success(environment: str, repeats: int = 100) -> float:
     return won / (repeats * settings.eval.worlds)
 
 
-def _row(card: Card, recipe: RecipeReport, cells: Sequence[StudyCell]) -> dict[str, Any]:
-    used = used_arm([arm for cell in cells for arm in cell.arms])
+def _row(recipe: RecipeReport, cells: Sequence[StudyCell], base: Sequence[Cell]) -> dict[str, Any]:
+    arms = [arm for cell in cells for arm in cell.arms]
+    used = compared_arm(cells[0].environment, arms)
     report = recipe.arm(used)
     assert report is not None
-    base = next(
-        (
-            c
-            for c in card.comparisons
-            if c.first == recipe.name and c.second == RECIPES[0] and c.seeds
-        ),
-        None,
-    )
+    gain = None
+    if base and cells[0].recipe != RECIPES[0]:
+        gain = recipe_difference(by_arm(arms)[used], by_arm(base)[used_arm(base)])
     row: dict[str, Any] = {
         "environment": cells[0].environment,
         "recipe": recipe.recipe,
@@ -585,7 +619,7 @@ def _row(card: Card, recipe: RecipeReport, cells: Sequence[StudyCell]) -> dict[s
     }
     for arm in ARMS:
         row |= _columns(arm, None if (played := recipe.arm(arm)) is None else played.later)
-    row |= _columns(f"minus_{RECIPES[0]}", base.interval if base else None)
+    row |= _columns(f"minus_{RECIPES[0]}", gain["interval"] if gain and gain["seeds"] else None)
     for first, second in DIFFERENCES:
         interval = next(
             (d.interval for d in recipe.differences if (d.first, d.second) == (first, second)), None
@@ -783,7 +817,8 @@ def plot(cells: Sequence[StudyCell], target: Path) -> None:
         for row, title in enumerate(("as the recipe is used", "without the bank")):
             for number, recipe in enumerate(dict.fromkeys(cell.recipe for cell in mine)):
                 runs = [cell for cell in mine if cell.recipe == recipe]
-                arm = "off" if row else used_arm([one for cell in runs for one in cell.arms])
+                played = [one for cell in runs for one in cell.arms]
+                arm = "off" if row else compared_arm(environment, played)
                 curves = [
                     [(point.episodes, point.success) for point in cell.curve.get(arm, ())]
                     for cell in runs
