@@ -378,7 +378,7 @@ def test_kill_at_any_moment_and_resume(tmp_path: Path) -> None:
             stderr=subprocess.PIPE,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
-        # Counted in steps and not in seconds: a fast machine plays all 40 before a clock would kill.
+        # Counted in steps, not seconds: a fast machine plays all 40 before a clock would kill.
         enough = played + int(rng.integers(0, 6))
         while process.poll() is None and kills < 5:
             if log.exists() and log.read_bytes().count(b"\n") > enough:
