@@ -131,6 +131,14 @@ ENVIRONMENTS = {
         chance=0.4472,
     ),
 }  # fmt: skip
+# With the system message that the bundled model is most skilled under (`benchmarks.baselines`).
+ENVIRONMENTS["vault-law-note"] = replace(
+    ENVIRONMENTS["vault-law"],
+    training=(
+        *ENVIRONMENTS["vault-law"].training, "actor.options.system=Do what the note says."
+    ),
+    recipes=("static-online", "complementary", "template", "history"),
+)  # fmt: skip
 # Above, the comment on each move is in every observation; here neither method reads it.
 ENVIRONMENTS["frozen-lake-hidden"] = replace(
     ENVIRONMENTS["frozen-lake"],
