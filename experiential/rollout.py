@@ -57,7 +57,7 @@ class Job:
 
     Without a condition the manager decides whether the episode may see the bank.
     ``advice`` is a block that the actor sees in place of what the bank would give; ``attempt``
-    counts the tries at one instance, from 1.
+    counts the tries at one instance, from 1; ``distil`` says whether lessons are made of it.
     """
 
     task: Task
@@ -65,6 +65,7 @@ class Job:
     sampling_seed: int
     advice: str | None = None
     attempt: int = 1
+    distil: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +133,14 @@ class TaskSource:
             for i, (s, o) in enumerate(zip(seeds, options, strict=True))
         ]
 
-    def jobs(self, step: int, groups: int, group_size: int, guided: str) -> list[Job]:
+    def jobs(
+        self, step: int, groups: int, group_size: int, guided: str, distilled: int = 0
+    ) -> list[Job]:
         """Return the episodes of a step: each task once per member of its group.
 
         ``guided`` says which members are: the first ceil(K/2) (``half``), ``all``, ``none``, or
-        those that the manager chooses (``auto``).
+        those that the manager chooses (``auto``). Of each group ``distilled`` members, evenly
+        spaced, are distilled; 0: all.
         """
         conditions: Sequence[Condition | None] = [None] * group_size
         if guided != "auto":
@@ -144,8 +148,15 @@ class TaskSource:
             conditions = [
                 Condition.GUIDED if k < share else Condition.FREE for k in range(group_size)
             ]
+        most = min(distilled or group_size, group_size)
+        taken = {k * group_size // most for k in range(most)}
         return [
-            Job(task, condition, sampling_seed=episode_seed(self.seed, step, g, k))
+            Job(
+                task,
+                condition,
+                sampling_seed=episode_seed(self.seed, step, g, k),
+                distil=k in taken,
+            )
             for g, task in enumerate(self.tasks(step, groups))
             for k, condition in enumerate(conditions)
         ]
@@ -342,6 +353,7 @@ class Rollout:
             options = task.options | {
                 "guided": None if job.condition is None else job.condition is Condition.GUIDED,
                 "group": task.group,
+                "distil": job.distil,
                 "policy_version": actor.llm.version,
             }
             reset = partial(env.reset, seed=task.seed, options=options)

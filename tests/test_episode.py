@@ -66,6 +66,21 @@ class SdkCall(BaseModel):
     function: dict[str, str]
 
 
+def test_an_episode_that_is_not_to_be_distilled_is_recorded_only(
+    bank: FolderBank, manager: xp.ExperienceManager, entry: xp.Experience
+) -> None:
+    for owner in (manager, bank):
+        with owner.episode(TASK, guided=True, distil=False) as ep:
+            ep.extend([said("user", QUESTION), said("assistant", "brass")])
+            ep.finish(success=True)
+        assert ep.error is None
+    assert bank.outcomes(entry.id, 1) == [1, 1]
+    assert bank.queue.waiting() == []
+    with manager.episode(TASK, guided=True) as ep:
+        ep.finish(success=True)
+    assert bank.queue.waiting() == [ep.id]
+
+
 # The whole way
 
 

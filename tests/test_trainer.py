@@ -452,6 +452,25 @@ def test_the_same_worlds_come_for_as_many_steps_as_visits_says_with_fresh_seeds(
     assert len({t.group for tasks in steps for t in tasks}) == 24
 
 
+def test_as_many_members_of_a_group_are_distilled_as_per_group_says(tmp_path: Path) -> None:
+    jobs = TaskSource(EnvSettings(), 6, 0).jobs(0, 2, 8, "half", 2)
+    assert [job.distil for job in jobs] == [True, False, False, False] * 4
+    guided = [job.condition for job in jobs if job.distil]
+    assert guided == [Condition.GUIDED, Condition.FREE] * 2
+    assert all(job.distil for job in TaskSource(EnvSettings(), 6, 0).jobs(0, 2, 8, "half"))
+
+    runtimes = policies()
+    overrides = ("run.steps=1", "extractor.per_group=1", "eval.before=false", "eval.after=false")
+    Trainer(experiment("template", *overrides), tmp_path / "run", runtimes=runtimes).run()
+    for policy in runtimes:
+        policy.close()
+    with ExperienceBank(tmp_path / "run" / "bank", read_only=True) as bank:
+        entries = len(bank)
+    [event] = read_events(tmp_path / "run" / "episodes.jsonl")
+    assert len(event["rows"]) == 8
+    assert entries == 2
+
+
 def test_as_many_entries_of_a_task_stay_as_bank_keep_says(tmp_path: Path) -> None:
     left: dict[int, Counter[str | None]] = {}
     for keep in (0, 1):

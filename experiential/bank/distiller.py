@@ -95,6 +95,9 @@ class Distiller:
             ),
             workers=1,
         )
+        self._recording: Batcher[Trajectory, bool] = Batcher(
+            lambda ended: bank.submit_many(ended, distil=False), workers=1
+        )
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="experiential-writer")
         self._outages: dict[str, tuple[int, int]] = {}
         self._asked_judges: dict[int, OutcomeJudge] = {}  # by id(): they need no hash
@@ -125,7 +128,9 @@ class Distiller:
         if self._takes:
             asyncio.run_coroutine_threadsafe(self._share(), loop)
 
-    async def submit(self, trajectory: Trajectory, judge: OutcomeJudge | None) -> str | None:
+    async def submit(
+        self, trajectory: Trajectory, judge: OutcomeJudge | None, *, distil: bool
+    ) -> str | None:
         """Record and queue a trajectory, as ``ExperienceManager.asubmit`` says."""
         if self._bank.read_only:
             return None
@@ -135,14 +140,16 @@ class Distiller:
             trajectory = trajectory.model_copy(update={"rubric": judge.rubric})
             self._judges[trajectory.id] = judge
             self._asked_judges[id(judge)] = judge
-        if self.extractor is None or trajectory.error is not None:
-            await asyncio.shield(self._submitting.arun([trajectory]))
+        if not distil or self.extractor is None or trajectory.error is not None:
+            ending = self._submitting if distil else self._recording
+            await asyncio.shield(ending.arun([trajectory]))
+            queued = distil and self._queues
             if judge is not None:
                 self._running.add(trajectory.id)
-                task = asyncio.get_running_loop().create_task(self._only_judge(trajectory))
+                task = asyncio.get_running_loop().create_task(self._only_judge(trajectory, queued))
                 self._workers.add(task)
                 task.add_done_callback(self._workers.discard)
-            return trajectory.id if self._queues and trajectory.error is None else None
+            return trajectory.id if queued and trajectory.error is None else None
 
         async def queue() -> None:
             [is_new] = await self._submitting.arun([trajectory])
@@ -316,13 +323,13 @@ class Distiller:
         self.counts["judged"] += 1
         return known or trajectory
 
-    async def _only_judge(self, trajectory: Trajectory) -> None:
+    async def _only_judge(self, trajectory: Trajectory, queued: bool) -> None:
         """Judge an episode that others distil; until then it is leased, so that they wait."""
         try:
             async with self.slots:
                 await self._judged(trajectory)
             self._judges.pop(trajectory.id, None)
-            if self._queues:
+            if queued:
                 await self.write(self._bank.queue.release, self._holder, trajectory.id)
         except BankError as error:  # a server that went away: the lease ends by itself
             self.count_failure("queue", error)

@@ -61,6 +61,7 @@ class EpisodeOptions(TypedDict, total=False):
     where: Filter | None
     exclude_same_instance: bool
     max_calls: int
+    distil: bool
 
 
 class Episode:
@@ -118,6 +119,7 @@ class Episode:
         exclude_same_instance: hide entries that were made from this very instance, as an
             evaluation must.
         max_calls: answers that ``tool`` gives.
+        distil: whether lessons are made of the episode; without, it is recorded all the same.
         reward_threshold: the return from which on an environment counts as solved.
         return_is_score: whether the return is the score where nothing else says it.
 
@@ -154,6 +156,7 @@ class Episode:
         where: Filter | None = None,
         exclude_same_instance: bool = False,
         max_calls: int = 2,
+        distil: bool = True,
         reward_threshold: float | None = None,
         return_is_score: bool = True,
     ) -> None:
@@ -192,7 +195,7 @@ class Episode:
         self.usage: dict[str, Usage] = {}
         self.reward = 0.0
         self.trajectory: Trajectory | None = None
-        self._max_calls = max_calls
+        self._max_calls, self._distil = max_calls, distil
         self._k, self._where, self._hides = k, Where.of(where or None), exclude_same_instance
         self._success: Success | None = success
         self._score, self._threshold = score, reward_threshold
@@ -526,8 +529,7 @@ class Episode:
         if self.trajectory is None or self._is_submitted:
             return None
         self._is_submitted = True
-        judge = {"judge": self._success} if self.trajectory.rubric else {}
-        return self._handed(attempted(self.manager.submit, self.trajectory, **judge))
+        return self._handed(attempted(self.manager.submit, self.trajectory, **self._handing()))
 
     async def asubmit(self) -> str | None:
         """Do as ``submit`` without blocking the event loop."""
@@ -535,8 +537,13 @@ class Episode:
             return None
         self._is_submitted = True
         manager = cast("AsyncManagerLike", self.manager)
+        return self._handed(await awaited(manager.asubmit(self.trajectory, **self._handing())))
+
+    def _handing(self) -> dict[str, Any]:
+        """Return the options of ``submit`` that this episode needs."""
+        assert self.trajectory is not None
         judge = {"judge": self._success} if self.trajectory.rubric else {}
-        return self._handed(await awaited(manager.asubmit(self.trajectory, **judge)))
+        return judge | ({} if self._distil else {"distil": False})
 
     def _handed(self, outcome: object) -> str | None:
         failure = self.fail(outcome) if isinstance(outcome, Exception) else None

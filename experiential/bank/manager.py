@@ -328,20 +328,21 @@ class ExperienceManager(Shared):
 
     @_on_own_loop
     async def asubmit(
-        self, trajectory: Trajectory, *, judge: OutcomeJudge | None = None
+        self, trajectory: Trajectory, *, judge: OutcomeJudge | None = None, distil: bool = True
     ) -> str | None:
         """Record a finished trajectory and queue it for distillation, durably.
 
         Waits while too many wait for the extractor here. Returns the id of the queue item (that of
         the trajectory); None when nothing was queued: on a read-only bank, which also records
-        nothing, without an extractor where the queue is not shared, and for an episode that failed
-        for a technical cause.
+        nothing, without an extractor where the queue is not shared, for an episode that failed for
+        a technical cause, and with ``distil=False``.
 
         Args:
             trajectory: the episode.
             judge: says its outcome, in the background and before it is distilled.
+            distil: whether to make lessons of it; without, it is recorded only.
         """
-        return await self._distiller.submit(trajectory, judge)
+        return await self._distiller.submit(trajectory, judge, distil=distil)
 
     submit = _blocking(asubmit)
 
@@ -634,7 +635,9 @@ class ManagerHandle:
     search = _asks(ExperienceManager.search)
     ask = _asks(ExperienceManager.ask)
 
-    def submit(self, trajectory: Trajectory, *, judge: OutcomeJudge | None = None) -> str | None:
+    def submit(
+        self, trajectory: Trajectory, *, judge: OutcomeJudge | None = None, distil: bool = True
+    ) -> str | None:
         """Record and queue a trajectory; a judge that cannot travel leaves it to the extractor."""
         try:
             pickle.dumps(judge)
@@ -647,7 +650,7 @@ class ManagerHandle:
                 self.line,
                 error,
             )
-        return self.line.call("submit", trajectory, judge=judge)
+        return self.line.call("submit", trajectory, judge=judge, distil=distil)
 
     drain = _asks(ExperienceManager.drain)
     merge = _asks(ExperienceManager.merge)

@@ -16,7 +16,7 @@ class ManagerLike(Protocol):
 
     search: Callable[..., list[Hit]]
     asearch: Callable[..., Any]  # a coroutine; takes lists of queries, too
-    submit: Callable[..., str | None]  # takes a trajectory, and judge= where it has one
+    submit: Callable[..., str | None]  # takes a trajectory; judge= and distil=False
     ask: Callable[..., Answer]
     plays_free: Callable[[str], bool]
     close: Callable[..., None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 from typing import Any
 
 from experiential.bank.options import ManagerOptions
@@ -53,7 +54,9 @@ class Unmanaged:
             return Answer(text=hit.experience.text, hit=hit, use=use)
         return Answer()
 
-    def submit(self, trajectory: Trajectory, judge: OutcomeJudge | None = None) -> str | None:
+    def submit(
+        self, trajectory: Trajectory, judge: OutcomeJudge | None = None, *, distil: bool = True
+    ) -> str | None:
         """Queue a record; a read-only bank keeps none.
 
         A judge is waited for, since nothing runs here in the background.
@@ -65,6 +68,9 @@ class Unmanaged:
             said = judged(trajectory, judge)
             if said.judgement:
                 self._bank.conclude(said.id, said.success, judgement=said.judgement)
+        if not distil:
+            self._bank.record(trajectory)
+            return None
         self._bank.submit(trajectory)
         return trajectory.id
 
@@ -77,10 +83,11 @@ class Unmanaged:
         return await asyncio.to_thread(self.ask, query, **options)
 
     async def asubmit(
-        self, trajectory: Trajectory, judge: OutcomeJudge | None = None
+        self, trajectory: Trajectory, judge: OutcomeJudge | None = None, *, distil: bool = True
     ) -> str | None:
         """Submit in another thread, to the end even if the caller is cancelled."""
-        return await asyncio.shield(asyncio.to_thread(self.submit, trajectory, judge))
+        submit = partial(self.submit, trajectory, judge, distil=distil)
+        return await asyncio.shield(asyncio.to_thread(submit))
 
     def plays_free(self, task: str) -> bool:
         """Draw whether the next episode of a task plays free, as the manager does by default.

@@ -391,9 +391,10 @@ class Trainer:
     async def _play(self, step: int) -> tuple[list[Episode], float]:
         """Play the episodes of a step; return them, and the seconds that took."""
         settings, begin = self.experiment.actor, time.perf_counter()
+        distilled = self.experiment.extractor.per_group
         with_bank = self._manager is not None and step >= settings.warmup_steps
         guided = settings.guided if with_bank else "none"
-        jobs = self._tasks.jobs(step, settings.groups, settings.group_size, guided)
+        jobs = self._tasks.jobs(step, settings.groups, settings.group_size, guided, distilled)
         with self.actor.foreground():
             for method in self._methods:
                 if (episodes := await method.play(jobs)) is not None:

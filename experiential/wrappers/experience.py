@@ -94,8 +94,9 @@ class ExperienceWrapper(BankWrapper):
     retrieved. An episode that ends is queued as a ``Trajectory``, never distilled inline, and named
     in ``info["trajectory_id"]``, and the tokens and cost of an `ActorAgent` with a hosted model and
     of refined answers in ``info["usage"]``. ``reset(options={"guided": False})`` makes one episode
-    ``FREE``: the bank is not read for it. Options ``guided``, ``group`` and ``policy_version`` are
-    consumed, others reach the environment.
+    ``FREE``: the bank is not read for it. Options ``guided``, ``group``,
+    ``distil`` (False: no lesson is made of the episode) and ``policy_version`` are consumed, others
+    reach the environment.
 
     Caveat: only what happens below this wrapper is recorded; put ``TimeLimit`` inside it and
     ``SearchAndAskWrapper`` outside. An episode cut off by an early ``reset`` is counted in
@@ -353,6 +354,7 @@ def take_settings(
         raise TypeError(f"Expected options['guided'] to be True, False or None, got {chosen!r}")
     settings: EpisodeOptions = {"guided": None if chosen is None else bool(cast("Any", chosen))}
     settings["group"] = str(rest.pop("group", ""))
+    settings["distil"] = bool(rest.pop("distil", True))
     settings["policy_version"] = int(rest.pop("policy_version", 0))
     return settings, None if options is None else rest
 
