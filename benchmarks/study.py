@@ -87,6 +87,7 @@ class Setup:
         final: of the evaluation at the end.
         recipes: compared in this environment.
         arm: in which recipes with a bank are compared; None: with test-time writing (``on``).
+        beside: environments with the same evaluation, whose recipes are compared with these, too.
         chance: success of blind play; None asks the environment, or measures it.
     """
 
@@ -95,6 +96,7 @@ class Setup:
     final: tuple[str, ...]
     recipes: tuple[str, ...] = RECIPES
     arm: Arm | None = None
+    beside: tuple[str, ...] = ()
     chance: float | None = None
 
 
@@ -115,6 +117,7 @@ ENVIRONMENTS = {
         final=("eval.worlds=120", "eval.visits=2"),
         recipes=("grpo", "static-online", "complementary", "template", "history"),
         arm="frozen",
+        beside=("vault-law-note",),
     ),
     "frozen-lake": Setup(
         training=(
@@ -138,6 +141,7 @@ ENVIRONMENTS["vault-law-note"] = replace(
         *ENVIRONMENTS["vault-law"].training, "actor.options.system=Do what the note says."
     ),
     recipes=("static-online", "complementary", "template", "history"),
+    beside=("vault-law",),
 )  # fmt: skip
 # Above, the comment on each move is in every observation; here neither method reads it.
 ENVIRONMENTS["frozen-lake-hidden"] = replace(
@@ -526,12 +530,14 @@ def rows(
         mine = [cell for cell in cells if cell.environment == environment]
         card = make_card([arm for cell in mine for arm in cell.arms])
         blind = chance(environment)
-        base = [arm for cell in mine if cell.recipe == RECIPES[0] for arm in cell.arms]
+        beside = (environment, *ENVIRONMENTS[environment].beside)
+        all_there = [cell for cell in cells if cell.environment in beside]
+        base = [arm for cell in all_there if cell.recipe == RECIPES[0] for arm in cell.arms]
         for recipe in card.recipes:
             played = [cell for cell in mine if cell.recipe == recipe.recipe]
             row = _row(recipe, played, base) | {"chance": round(blind, 4)}
             used = [arm for cell in played for arm in cell.arms if arm.arm == row["used_arm"]]
-            rivals = (known or {}).get(environment) or trained_baselines(mine)
+            rivals = (known or {}).get(environment) or trained_baselines(all_there)
             found.append(row | against(used, rivals))
     return found
 
@@ -548,7 +554,7 @@ def trained_baselines(cells: Sequence[StudyCell]) -> dict[str, np.ndarray]:
     for cell in cells:
         if cell.recipe in WITHOUT_EXTRACTOR:
             arm = compared_arm(cell.environment, cell.arms)
-            found.setdefault(f"{cell.recipe}, {arm}", []).extend(
+            found.setdefault(f"{cell.recipe}, {arm} ({cell.environment})", []).extend(
                 played.later() for played in cell.arms if played.arm == arm
             )
     return {name: np.array(seeds) for name, seeds in found.items()}
@@ -794,7 +800,7 @@ def _best(row: dict[str, Any]) -> str:
     """Describe the best baseline of an environment; empty where none was played."""
     if row["best_baseline"] is None:
         return ""
-    return f"{row['best_baseline']}, {_rate(row, 'best_baseline_success')} ({BASELINES.name})."
+    return f"{row['best_baseline']}, {_rate(row, 'best_baseline_success')}."
 
 
 def _number(value: float | None) -> str:
