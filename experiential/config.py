@@ -406,6 +406,8 @@ class PolicyClusterSettings(Settings):
     """keep the optimiser's state in the memory of the machine"""
     enforce_eager: bool = False
     """no CUDA graphs in vLLM: slower, starts sooner"""
+    vllm: dict[str, Any] = {}
+    """further arguments of vLLM's engine, e.g. {max_num_seqs: 64, kv_cache_dtype: fp8}"""
 
 
 class ClusterSettings(Settings):

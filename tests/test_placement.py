@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import tomllib
 import weakref
+from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +39,12 @@ from experiential.training.openrlhf.placement import (
     place,
     shortages,
 )
-from experiential.training.openrlhf.versions import WANTED, check_versions, found_version
+from experiential.training.openrlhf.versions import (
+    WANTED,
+    check_versions,
+    engine_arguments,
+    found_version,
+)
 
 QWEN = PUBLISHED["Qwen/Qwen2.5-7B-Instruct"]
 ONE_BILLION = Shape(
@@ -753,15 +757,56 @@ class TestVersions:
         assert found_version("no-such-distribution") == ""
 
 
-def test_engines_start_with_what_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    from experiential.training.openrlhf import parts
+class TestEngineArguments:
+    def test_settings_and_further_arguments_reach_vllm(self) -> None:
+        from experiential.training.openrlhf.parts import engine_options
 
-    asked: dict[str, Any] = {}
-    engine = SimpleNamespace(create_vllm_engines=lambda **options: asked.update(options) or [])
-    monkeypatch.setitem(sys.modules, "openrlhf.trainer.ray.vllm_engine", engine)
-    changes = ["cluster.actor.enforce_eager=true", "cluster.actor.tensor_parallel=2"]
-    settings = load_experiment("complementary-7b", changes).cluster.actor
-    create_engines = parts._create_engines  # pyright: ignore[reportPrivateUsage]
-    assert create_engines(1, "model", settings, 7, None) == []
-    assert asked["enforce_eager"] is True and asked["tensor_parallel_size"] == 2
-    assert asked["max_model_len"] == 16384 and asked["seed"] == 7
+        changes = [
+            "cluster.actor.enforce_eager=true",
+            "cluster.actor.tensor_parallel=2",
+            "cluster.actor.vllm={max_num_seqs: 64, kv_cache_dtype: fp8}",
+        ]
+        cluster = load_experiment("complementary-7b", changes).cluster
+        asked = engine_options("model", cluster.actor, seed=7, sleeps=False)
+        assert asked["enforce_eager"] is True and asked["tensor_parallel_size"] == 2
+        assert asked["max_model_len"] == 16384 and asked["seed"] == 7
+        assert asked["max_num_seqs"] == 64 and asked["kv_cache_dtype"] == "fp8"
+        assert asked["structured_outputs_config"]["backend"] == "guidance"
+        assert cluster.extractor.vllm == cluster.actor.vllm, "as every setting of the actor"
+
+    @pytest.mark.parametrize(
+        ("argument", "said"),
+        [
+            ("seed: 1", "without seed; set seed instead"),
+            ("max_model_len: 1", "without max_model_len; set cluster.actor.max_length instead"),
+            ("logprobs_mode: raw", "without logprobs_mode, which is fixed: importance ratios"),
+            ("pipeline_parallel_size: 2", "the placement counts cluster.actor.tensor_parallel"),
+        ],
+    )
+    def test_arguments_that_are_set_elsewhere_or_fixed_are_refused(
+        self, argument: str, said: str
+    ) -> None:
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            place(small(f"cluster.actor.vllm={{{argument}}}"))
+
+    def test_one_that_vllm_does_not_have_gets_a_hint(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        source = (
+            "class EngineArgs:\n    max_num_seqs: int\n\n\nclass AsyncEngineArgs:\n    log: int\n"
+        )
+        (tmp_path / "vllm" / "engine").mkdir(parents=True)
+        (tmp_path / "vllm" / "__init__.py").touch()
+        (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(source)
+        monkeypatch.syspath_prepend(tmp_path)
+        assert engine_arguments() == {"max_num_seqs", "log"}
+        place(small("cluster.actor.vllm={max_num_seqs: 3}"))
+        with pytest.raises(
+            ConfigError, match=r"vLLM, got 'max_num_seq'; did you mean 'max_num_seqs'"
+        ):
+            place(small("cluster.actor.vllm={max_num_seq: 3}"))
+
+    def test_without_vllm_names_are_left_to_the_cluster(self) -> None:
+        if find_spec("vllm") is None:
+            assert engine_arguments() == frozenset()
+            place(small("cluster.actor.vllm={max_num_seq: 3}"))

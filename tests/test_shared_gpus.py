@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event
 from threading import enumerate as threads
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -42,6 +41,10 @@ class RayError(Exception):
 
 
 class RayActorError(RayError):
+    """Stands for Ray's."""
+
+
+class GetTimeoutError(RayError):
     """Stands for Ray's."""
 
 
@@ -299,7 +302,10 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """What is used of Ray where nothing runs on it."""
     stub: Any = ModuleType("ray")
     stub.exceptions = SimpleNamespace(
-        RayError=RayError, RayActorError=RayActorError, RayTaskError=RayTaskError
+        RayError=RayError,
+        RayActorError=RayActorError,
+        RayTaskError=RayTaskError,
+        GetTimeoutError=GetTimeoutError,
     )
     stub.killed = []
     stub.kill = lambda actor: stub.killed.append(actor.name)
@@ -326,6 +332,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch, ray: Any) -> Gpus:
     roles = iter(["actor", "extractor"])
     ended: list[str] = ray.killed
     monkeypatch.setattr(versions, "check_versions", lambda: None)
+    monkeypatch.setattr(runtimes, "check_nodes", lambda *_: None)
+    monkeypatch.setattr(runtimes, "check_weights", lambda _: None)
     monkeypatch.setattr(
         runtimes, "join", lambda cluster, needed: gpus.calls.append(f"ray 0: join {needed}")
     )
@@ -751,56 +759,75 @@ def test_a_group_that_finds_no_place_is_refused_and_withdrawn(
 
 
 def sleeping_engines(
-    monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any], seconds: float = 20.0
-) -> list[Any]:
+    monkeypatch: pytest.MonkeyPatch, ray: Any, get: Callable[..., Any]
+) -> tuple[list[Any], list[dict[str, Any]]]:
+    """The engines that are started, and what each of them was started with."""
+    asked: list[dict[str, Any]] = []
+
+    class RolloutRayActor:
+        @classmethod
+        def options(cls, **options: Any) -> Any:
+            asked.append(options)
+            return SimpleNamespace(remote=cls.start)
+
+        @staticmethod
+        def start(**options: Any) -> Any:
+            asked[-1] |= {"engine": options}
+            return SimpleNamespace(sleep=SimpleNamespace(remote=lambda: "asleep"))
+
+    scheduling: Any = ModuleType("ray.util.scheduling_strategies")
+    scheduling.PlacementGroupSchedulingStrategy = dict
+    monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", scheduling)
     module: Any = ModuleType("openrlhf.trainer.ray.vllm_engine")
-    module.create_vllm_engines = make
+    module.RolloutRayActor = RolloutRayActor
     monkeypatch.setitem(sys.modules, "openrlhf.trainer.ray.vllm_engine", module)
+    ray.get = get
     settings = PolicyClusterSettings(engines=2, tensor_parallel=2, gpu_memory=0.4)
-    return parts.start_sleeping_engines(
-        "model", settings, "the group", seed=3, name="actor", seconds=seconds
+    started = parts.start_sleeping_engines(
+        "model", settings, "the group", seed=3, name="actor", seconds=20.0
     )
+    return started, asked
 
 
-def test_engines_start_in_the_shared_group_and_can_sleep(
+def test_engines_start_in_the_shared_group_and_sleep(
     monkeypatch: pytest.MonkeyPatch, ray: Any
 ) -> None:
-    asked: dict[str, Any] = {}
-    assert sleeping_engines(
-        monkeypatch, lambda **options: asked.update(options) or ["one", "two"]
-    ) == ["one", "two"]
-    wanted = {
-        "num_engines": 2,
-        "tensor_parallel_size": 2,
-        "shared_pg": "the group",
-        "vllm_enable_sleep": True,
-        "seed": 3,
-    }
-    assert wanted.items() <= asked.items() and asked["gpu_memory_utilization"] == 0.4
+    waited: list[Any] = []
+    started, asked = sleeping_engines(monkeypatch, ray, lambda *of, **by: waited.append((of, by)))
+    assert len(started) == 2 and waited == [((["asleep", "asleep"],), {"timeout": 20.0})]
+    engines = [one["engine"] for one in asked]
+    assert [engine["seed"] for engine in engines] == [3, 4]
+    assert [engine["bundle_indices"] for engine in engines] == [[0, 1], [2, 3]]
+    places = [one["scheduling_strategy"] for one in asked]
+    assert [place["placement_group_bundle_index"] for place in places] == [0, 2]
+    assert {place["placement_group"] for place in places} == {"the group"}
+    assert all(engine["enable_sleep_mode"] and engine["num_gpus"] == 0.2 for engine in engines)
+    assert all(one["num_gpus"] == 0 for one in asked), "its workers reserve the GPUs"
 
 
 def test_engines_that_do_not_start_are_named_and_waited_for_no_longer_than_is_set(
     monkeypatch: pytest.MonkeyPatch, ray: Any
 ) -> None:
-    def dies(**_: Any) -> None:
-        raise RayActorError(
-            "The actor died in its creation task.\n  some traceback\nValueError: Free memory on"
-            " device is less"
-        )
+    def fails(error: Exception) -> Callable[..., Any]:
+        def get(*_: Any, **__: Any) -> None:
+            raise error
 
+        return get
+
+    died = RayActorError(
+        "The actor died in its creation task.\n  some traceback\nValueError: Free memory on"
+        " device cuda:0 is less than desired"
+    )
     with pytest.raises(
         BackendError,
-        match="engines of the actor to start and fall asleep, got: ValueError: Free memory",
+        match=r"engines of the actor to start and fall asleep, got: ValueError: Free memory.*;"
+        " another process holds memory of this GPU",
     ):
-        sleeping_engines(monkeypatch, dies)
-    over = Event()
-    with pytest.raises(BackendError, match="engines of the actor to start within 0.01 s"):
-        sleeping_engines(monkeypatch, lambda **_: over.wait(30), seconds=0.01)
-    over.set()
+        sleeping_engines(monkeypatch, ray, fails(died))
+    with pytest.raises(BackendError, match="engines of the actor to start within 20 s"):
+        sleeping_engines(monkeypatch, ray, fails(GetTimeoutError("slow")))
     with pytest.raises(TypeError, match="unexpected"):
-        sleeping_engines(
-            monkeypatch, lambda **_: (_ for _ in ()).throw(TypeError("unexpected option"))
-        )
+        sleeping_engines(monkeypatch, ray, fails(TypeError("unexpected option")))
 
 
 def test_ranks_get_a_fifth_of_each_bundle_and_know_that_they_sleep(

@@ -31,9 +31,14 @@ trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 echo "Ray's head node: $head ($address)"
 srun --nodes=1 --ntasks=1 --nodelist="$head" --overlap \
     ray start --head --node-ip-address="$ip" --port="$PORT" --num-gpus="$GPUS" --num-cpus="$CPUS" --block &
+started=$!
 for _ in $(seq 60); do
-    ray status --address "$address" >/dev/null 2>&1 && break
     sleep 5
+    if ! kill -0 "$started" 2>/dev/null; then  # another program may have the port, even another Ray
+        echo "Expected Ray to start at $address, got an end; set PORT if its output above says that the port is taken" >&2
+        exit 1
+    fi
+    ray status --address "$address" >/dev/null 2>&1 && break
 done
 
 workers=$((${#nodes[@]} - 1))
@@ -57,7 +62,7 @@ else:
     sys.exit(f"Expected {wanted} nodes after ten minutes, got {found}; look at the output of the job's steps")
 PYTHON
 
-if [ -f "$OUTPUT/config.yaml" ]; then
+if [ -f "$OUTPUT/config.yaml" ]; then  # without a checkpoint, --resume begins again
     what=(--resume)
 else
     what=(--recipe "$RECIPE")

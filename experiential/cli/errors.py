@@ -85,8 +85,13 @@ def exit_code(action: Callable[[], object], interrupted: str = "interrupted") ->
 
 
 def complain(error: object, code: int) -> int:
-    """Write one line on stderr and return the exit code."""
+    """Write one line on stderr and return the exit code; notes of an error follow, if it has any.
+
+    Notes are the last lines of the log of another process.
+    """
     sys.stderr.write(f"error: {' '.join(printable(error).split())}\n")
+    for note in getattr(error, "__notes__", ()):
+        sys.stderr.write(f"{printable(note)}\n")
     return code
 
 

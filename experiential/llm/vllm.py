@@ -25,6 +25,10 @@ from experiential.types import FinishReason, Generation, Prompt
 
 Ask = Callable[[Sequence[int], Any], Awaitable[Any]]
 """Takes prompt ids and vLLM's sampling parameters; gives vLLM's ``CompletionOutput``."""
+GRAMMAR = {"backend": "guidance", "disable_any_whitespace": True}
+"""vLLM's structured outputs as `Schemas` compiles them, by which the trainer finds again what a
+schema allowed.
+"""
 _CPU_CACHE = 2**30
 """Bytes of key-value states on a CPU, where vLLM would reserve most of the machine's memory."""
 
@@ -37,7 +41,6 @@ async def draw_response(
     *,
     trie: ChoiceTrie | None = None,
     stops: StopFinder,
-    schemas: bool = True,
     **record: Any,
 ) -> Generation:
     """Draw one response from a vLLM engine, recorded with the log-probabilities of its draws.
@@ -46,13 +49,13 @@ async def draw_response(
     alternative cost none, and the engine's prefix cache holds what came before.
 
     Args:
-        ask: the engine; its ``logprobs_mode`` is ``processed_logprobs``.
+        ask: the engine; its ``logprobs_mode`` is ``processed_logprobs``, and its structured
+            outputs are those of `GRAMMAR`.
         ids: the prompt.
         sampling: how to draw.
         room: tokens that the context has left.
         trie: of ``sampling.choices``.
         stops: of the engine's tokenizer.
-        schemas: the engine compiles JSON schemas as `experiential.llm.request.Schemas` does.
         record: further fields of the generation.
     """
     record |= {"prompt_ids": ids, "temperature": sampling.temperature or 1.0}
@@ -73,8 +76,8 @@ async def draw_response(
             finish_reason=request.finish,
             **record,
         )
-    written, options = None, dict[str, Any]()
-    if schemas and (written := restriction(sampling)) is not None:
+    options = dict[str, Any]()
+    if (written := restriction(sampling)) is not None:
         structured: Any = import_module("vllm.sampling_params").StructuredOutputsParams
         pattern = sampling.open_choices()
         form = {"json": written} if pattern is None else {"regex": pattern}
@@ -350,8 +353,7 @@ def _start(
         "scheduling_policy": "priority",
         # a step is whole when it returns, so that sleep and new weights come between two
         "async_scheduling": False,
-        # the grammar of `Schemas`, by which the trainer finds again what a schema allowed
-        "structured_outputs_config": {"backend": "guidance", "disable_any_whitespace": True},
+        "structured_outputs_config": GRAMMAR,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }

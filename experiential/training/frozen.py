@@ -85,7 +85,12 @@ class FrozenRuntime:
 
     make_env = staticmethod(make_env)
 
-    def __init__(self, experiment: Experiment, policies: Policies | None = None) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        policies: Policies | None = None,
+        output: Path | None = None,  # noqa: ARG002  (all is on this machine)
+    ) -> None:
         self._bank, self._opened = experiment.bank, list[LLM]()
         if policies is None:
             first, second = experiment.model, experiment.extractor_model

@@ -574,7 +574,12 @@ class InProcessRuntime:
     Policies that are passed stay open; None loads those of the experiment.
     """
 
-    def __init__(self, experiment: Experiment, policies: Policies | None = None) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        policies: Policies | None = None,
+        output: Path | None = None,  # noqa: ARG002  (all is on this machine)
+    ) -> None:
         self._bank, self._owned = experiment.bank, policies is None
         if policies is None:
             actor, extractor = experiment.actor, experiment.extractor

@@ -225,7 +225,7 @@ class Runtime(Protocol):
         ...
 
 
-RUNTIMES: dict[str, str | Callable[[Experiment, Policies | None], Runtime]] = {
+RUNTIMES: dict[str, str | Callable[[Experiment, Policies | None, Path | None], Runtime]] = {
     "local": "experiential.training.local:InProcessRuntime",
     "frozen": "experiential.training.frozen:FrozenRuntime",
     "openrlhf": "experiential.training.openrlhf.runtime:ClusterRuntime",
@@ -233,9 +233,14 @@ RUNTIMES: dict[str, str | Callable[[Experiment, Policies | None], Runtime]] = {
 """Built-in runtimes, imported when chosen."""
 
 
-def build_runtime(experiment: Experiment, policies: Policies | None = None) -> Runtime:
-    """Build the runtime that the experiment names; raise ConfigError and its kin if it cannot."""
-    return resolve("runtimes", experiment.runtime, RUNTIMES)(experiment, policies)
+def build_runtime(
+    experiment: Experiment, policies: Policies | None = None, output: Path | None = None
+) -> Runtime:
+    """Build the runtime that the experiment names; raise ConfigError and its kin if it cannot.
+
+    ``output`` is the folder of the run, for a runtime whose machines must share it.
+    """
+    return resolve("runtimes", experiment.runtime, RUNTIMES)(experiment, policies, output)
 
 
 def sample_from_generation(

@@ -207,7 +207,7 @@ class Trainer:
         """Build all parts of the run, each closed by ``stack``, and restore or prepare them."""
         settings = self.experiment
         self.output.mkdir(parents=True, exist_ok=True)
-        self._runtime = build_runtime(settings, self._given)
+        self._runtime = build_runtime(settings, self._given, self.output)
         stack.callback(self._runtime.close)
         self.actor, self.extractor = self._runtime.actor, self._runtime.extractor
         self._policies = {"actor": self.actor}

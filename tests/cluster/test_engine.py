@@ -5,6 +5,7 @@ ranks, on the CPU.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from experiential.errors import BackendError
 from experiential.llm.base import SamplingParams
 from experiential.training.runtime import LossSettings, Sample, sample_from_generation
 from experiential.training.trainer import Trainer
-from experiential.types import Generation
+from experiential.types import FinishReason, Generation
 from tests.cluster.experiments import cluster_experiment
 from tests.cluster.kills import kill
 
@@ -52,7 +53,8 @@ def ray_with_gpus() -> Iterator[Any]:
 def policies(ray_with_gpus: Any) -> Iterator[tuple[Any, Any]]:
     from experiential.training.openrlhf.runtime import build_runtimes
 
-    found = build_runtimes(cluster_experiment("actor.kl=0.1", "extractor.kl=0.1"))
+    further = "cluster.actor.vllm={max_num_seqs: 32}"
+    found = build_runtimes(cluster_experiment("actor.kl=0.1", "extractor.kl=0.1", further))
     yield found
     for runtime in found:
         runtime.close()
@@ -120,6 +122,25 @@ async def test_engines_and_ranks_give_the_same_tokens_the_same_probability(actor
     chosen = generations[len(PROMPTS) :]
     assert {g.text for g in chosen} <= set(ACTIONS) and len({g.text for g in chosen}) > 1
     assert all(g.allowed is not None and len(g.allowed) == len(g.response_ids) for g in chosen)
+
+
+async def test_a_json_schema_restricts_responses_and_the_ranks_replay_it(actor: Any) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"lever": {"enum": ["red", "blue"]}, "pulls": {"type": "integer"}},
+        "required": ["lever", "pulls"],
+        "additionalProperties": False,
+    }
+    ask = SamplingParams(max_tokens=40, json_schema=schema)
+    drawn = await asyncio.gather(
+        *(actor.generate(p, ask.model_copy(update={"seed": i})) for i, p in enumerate(PROMPTS))
+    )
+    whole = [g for g in drawn if g.finish_reason is FinishReason.STOP]
+    assert len(whole) >= 4 and all(g.json_schema for g in drawn)
+    for text in (g.text for g in whole):
+        assert set(json.loads(text)) == {"lever", "pulls"} and " " not in text
+    samples = samples_of(drawn)
+    assert kl(flat(await actor.score(samples)), flat([s.logprobs for s in samples])) < 1e-3
 
 
 async def test_a_seed_makes_a_response_repeatable(actor: Any) -> None:

@@ -79,9 +79,8 @@ class Learner:
         self._reference_logp: torch.Tensor | None = None
         self._model: Any = trainer.actor.model
         self._schemas = cache(
-            lambda: Schemas(
-                trainer.tokenizer, self._model.module.get_output_embeddings().weight.shape[0]
-            )
+            # not the size of its embeddings, of which a rank of ZeRO 3 holds a part
+            lambda: Schemas(trainer.tokenizer, self._model.module.config.vocab_size)
         )
         self._step: Callable[..., dict[str, Any]] = trainer.training_step
         trainer.actor_loss_fn = self._loss

@@ -19,23 +19,51 @@ class Gpu(NamedTuple):
     gb: float
 
 
+class GpuUse(NamedTuple):
+    """Hold how much of a GPU's memory is in use, in units of 1e9 bytes."""
+
+    number: str
+    used_gb: float
+    gb: float
+
+
 def find_gpus() -> tuple[Gpu, ...] | None:
     """Return the GPUs that a process started now would see, or None without ``nvidia-smi``.
 
     ``CUDA_VISIBLE_DEVICES`` is obeyed, since Ray does.
     """
+    printed = _ask_nvidia_smi("index,uuid,name,memory.total")
+    if printed is None:
+        return None
+    return tuple(only_visible(read_gpus(printed), os.environ.get("CUDA_VISIBLE_DEVICES")))
+
+
+def gpu_uses() -> tuple[GpuUse, ...]:
+    """Return the use of every GPU of this machine, visible or not; none without ``nvidia-smi``."""
+    printed = _ask_nvidia_smi("index,memory.used,memory.total") or ""
+    rows = [_cells(line) for line in printed.splitlines()]
+    return tuple(
+        GpuUse(row[0], int(row[1]) * 2**20 / 1e9, int(row[2]) * 2**20 / 1e9)
+        for row in rows
+        if len(row) == 3 and row[1].isdigit() and row[2].isdigit()
+    )
+
+
+def _ask_nvidia_smi(columns: str) -> str | None:
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
-    query = ["--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
+    query = [f"--query-gpu={columns}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(
+        return subprocess.run(
             [program, *query], capture_output=True, text=True, check=True, timeout=30
-        )
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return tuple(only_visible(read_gpus(done.stdout), visible))
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.split(",")]
 
 
 def torch_gpus() -> tuple[Gpu, ...]:
@@ -54,7 +82,7 @@ def torch_gpus() -> tuple[Gpu, ...]:
 
 def read_gpus(printed: str) -> list[Gpu]:
     """Read the CSV of ``nvidia-smi`` without header and units; skip lines of another form."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in printed.splitlines()]
+    rows = [_cells(line) for line in printed.splitlines()]
     return [
         Gpu(row[0], row[1], row[2], int(row[3]) * 2**20 / 1e9)
         for row in rows

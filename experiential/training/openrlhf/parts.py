@@ -7,17 +7,15 @@ lists the parts used with file and line.
 
 from __future__ import annotations
 
-from functools import partial
 from importlib import import_module
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 from experiential.config import OptimSettings, PolicyClusterSettings
 from experiential.errors import BackendError
-from experiential.sync import attempted
+from experiential.llm.vllm import GRAMMAR
+from experiential.training.openrlhf.causes import explain, shorten
 from experiential.training.openrlhf.learner import Learner, RankStats
 from experiential.training.openrlhf.rank_state import load_state, save_state
 from experiential.training.openrlhf.supervisor import Incarnation
@@ -89,17 +87,11 @@ def strategy(
 
 
 def start_engine(model: Path | str, settings: PolicyClusterSettings, *, seed: int) -> Incarnation:
-    """Start one vLLM engine with GPUs of its own; return at once, while it starts.
-
-    OpenRLHF makes the placement group inside and keeps it to itself, so it is found as the one that
-    is new.
-    """
+    """Start one vLLM engine with GPUs of its own on one node; return at once, while it starts."""
     groups: Any = import_module("ray.util.placement_group")
-    before = set(groups.placement_group_table())
-    [handle] = _create_engines(1, model, settings, seed, None)
-    [new] = set(groups.placement_group_table()) - before
-    identity = import_module("ray._raylet").PlacementGroupID.from_hex(new)
-    return watch_engine(handle, groups.PlacementGroup(identity))
+    bundles = [{"GPU": 1, "CPU": 1}] * settings.tensor_parallel
+    group = groups.placement_group(bundles, strategy="STRICT_PACK")
+    return watch_engine(_create_engine(model, settings, seed, group), group)
 
 
 def watch_engine(handle: Any, group: Any = None) -> Incarnation:
@@ -149,44 +141,91 @@ def start_sleeping_engines(
 ) -> list[Any]:
     """Start all vLLM engines of one policy in a shared group; return once they sleep.
 
-    Engines take the bundles of ``group`` in order, and seeds from ``seed`` on. OpenRLHF waits for
-    them without a time-out, so it does so in a thread that may be left behind.
+    Engines take the bundles of ``group`` in order, and seeds from ``seed`` on.
 
     Raises:
         BackendError: one did not start, or took longer than ``seconds``.
     """
     ray: Any = import_module("ray")
-    found: SimpleQueue[list[Any] | Exception] = SimpleQueue()
-    start = partial(_create_engines, settings.engines, model, settings, seed, group)
-    Thread(target=lambda: found.put(attempted(start)), name=f"{name} engines", daemon=True).start()
+    engines = [
+        _create_engine(model, settings, seed + i, group, first=i * settings.tensor_parallel)
+        for i in range(settings.engines)
+    ]
     try:
-        engines = found.get(timeout=seconds)
-        if isinstance(engines, Exception):
-            raise engines
-    except Empty:
+        ray.get([engine.sleep.remote() for engine in engines], timeout=seconds)
+    except ray.exceptions.GetTimeoutError:
         raise BackendError(
             f"Expected the engines of the {name} to start within {seconds:g} s"
             " (cluster.start_timeout)"
         ) from None
     except ray.exceptions.RayError as error:
-        cause = str(error).strip().splitlines()[-1]
-        raise BackendError(
-            f"Expected the engines of the {name} to start and fall asleep, got: {cause}"
-        ) from error
+        failed = BackendError(
+            f"Expected the engines of the {name} to start and fall asleep, got: {shorten(error)}"
+        )
+        failed.__cause__ = error
+        explain(failed)
+        raise failed from error
     return engines
 
 
-def _create_engines(
-    count: int, model: Path | str, settings: PolicyClusterSettings, seed: int, shared: Any | None
-) -> list[Any]:
-    """Create engines at once, or in a shared group wait until they have started and sleep."""
-    return import_module("openrlhf.trainer.ray.vllm_engine").create_vllm_engines(
-        num_engines=count, tensor_parallel_size=settings.tensor_parallel, pretrain=str(model),
-        seed=seed, full_determinism=False, enable_prefix_caching=True,
-        enforce_eager=settings.enforce_eager, max_model_len=settings.max_length, shared_pg=shared,
-        gpu_memory_utilization=settings.gpu_memory, vllm_enable_sleep=shared is not None,
-        logprobs_mode="processed_logprobs",
-    )  # fmt: skip
+def engine_options(
+    model: Path | str, settings: PolicyClusterSettings, *, seed: int, sleeps: bool
+) -> dict[str, Any]:
+    """Return the arguments of one vLLM engine."""
+    return settings.vllm | {
+        "model": str(model),
+        "dtype": "bfloat16",
+        "trust_remote_code": True,
+        "seed": seed,
+        "max_model_len": settings.max_length,
+        "gpu_memory_utilization": settings.gpu_memory,
+        "enforce_eager": settings.enforce_eager,
+        "enable_prefix_caching": True,
+        "enable_sleep_mode": sleeps,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "distributed_executor_backend": "uni" if settings.tensor_parallel == 1 else "ray",
+        "worker_extension_cls": "openrlhf.trainer.ray.vllm_worker_wrap.WorkerWrap",
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": 1,
+        "structured_outputs_config": GRAMMAR,
+    }
+
+
+def _create_engine(
+    model: Path | str,
+    settings: PolicyClusterSettings,
+    seed: int,
+    group: Any,
+    first: int | None = None,
+) -> Any:
+    """Create OpenRLHF's actor of one engine in the bundles of ``group``, which lie on one node.
+
+    It is created here and not by OpenRLHF, which waits for the GPUs without a time-out, keeps the
+    group to itself and passes few arguments on to vLLM.
+
+    Args:
+        model: a folder in Hugging Face format, or a hub name.
+        settings: sizes of its policy.
+        seed: of its draws.
+        group: bundles of one GPU and one CPU each.
+        first: index of its first bundle in a group shared by time-slicing; None if it has a group
+            of its own.
+    """
+    shared, start, width = first is not None, first or 0, settings.tensor_parallel
+    share = _SHARE if shared else 1
+    reserved = share if width == 1 else 0  # vLLM's workers reserve the GPUs of a wider engine
+    scheduling: Any = import_module("ray.util.scheduling_strategies")
+    strategy = scheduling.PlacementGroupSchedulingStrategy(
+        placement_group=group,
+        placement_group_capture_child_tasks=True,
+        placement_group_bundle_index=start,
+    )
+    actor = import_module("openrlhf.trainer.ray.vllm_engine").RolloutRayActor
+    return actor.options(num_cpus=reserved, num_gpus=reserved, scheduling_strategy=strategy).remote(
+        **engine_options(model, settings, seed=seed, sleeps=shared),
+        num_gpus=share,
+        bundle_indices=list(range(start, start + width)) if width > 1 else None,
+    )
 
 
 def start_ranks(settings: PolicyClusterSettings, shared: Any | None = None) -> Any:

@@ -6,6 +6,7 @@ GPUs that do not exist, and vLLM and DeepSpeed run out of memory minutes after t
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,6 +30,33 @@ from experiential.training.openrlhf.memory import (
     rank_memory,
     shape_of,
 )
+from experiential.training.openrlhf.versions import engine_arguments
+
+_ENGINE_SETTINGS = {
+    "model": "model.name",
+    "tokenizer": "model.name",
+    "dtype": "model.dtype",
+    "seed": "seed",
+    "max_model_len": "{key}.max_length",
+    "gpu_memory_utilization": "{key}.gpu_memory",
+    "enforce_eager": "{key}.enforce_eager",
+    "tensor_parallel_size": "{key}.tensor_parallel",
+    "enable_sleep_mode": "cluster.share_gpus",
+}
+"""vLLM's engine arguments that settings of this package stand for."""
+_ENGINE_FIXED = {
+    "distributed_executor_backend": "Ray places the workers",
+    "enable_lora": "the ranks send whole weights",
+    "enable_prefix_caching": "all turns of an episode go to one engine for it",
+    "logprobs_mode": "importance ratios need the log-probabilities of the draws",
+    "max_logprobs": "one is recorded for each token",
+    "data_parallel_size": "the placement counts {key}.engines",
+    "pipeline_parallel_size": "the placement counts {key}.tensor_parallel",
+    "quantization": "the ranks send bfloat16 weights",
+    "structured_outputs_config": "the ranks replay the grammar of each response",
+    "worker_extension_cls": "OpenRLHF's receives the weights",
+}
+"""vLLM's engine arguments with one possible value, and the reason."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +198,7 @@ def _check_policy(policy: PolicyPlacement, longest: int) -> None:
             f"Expected {key}.max_length to be above {policy.role}.max_tokens, which is {longest},"
             f" got {settings.max_length}: it counts the prompt too"
         )
+    _check_engine_arguments(key, settings)
     if shape is None:
         return
     if shape.positions is not None and settings.max_length > shape.positions:
@@ -187,6 +216,25 @@ def _check_policy(policy: PolicyPlacement, longest: int) -> None:
             f" and to divide its {kv_heads} key heads or be a multiple of them, got"
             f" {settings.tensor_parallel}; possible: {', '.join(map(str, possible))}"
         )
+
+
+def _check_engine_arguments(key: str, settings: PolicyClusterSettings) -> None:
+    """Refuse arguments that vLLM's engine does not have, or that are set elsewhere or fixed."""
+    known = engine_arguments()
+    for name in settings.vllm:
+        if setting := _ENGINE_SETTINGS.get(name):
+            raise ConfigError(
+                f"Expected {key}.vllm without {name}; set {setting.format(key=key)} instead"
+            )
+        if reason := _ENGINE_FIXED.get(name):
+            reason = reason.format(key=key)
+            raise ConfigError(f"Expected {key}.vllm without {name}, which is fixed: {reason}")
+        if known and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "; see vllm's EngineArgs"
+            raise ConfigError(
+                f"Expected {key}.vllm to hold engine arguments of vLLM, got {name!r}{hint}"
+            )
 
 
 def _check_sharing(*policies: PolicyPlacement) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial, wraps
 from importlib import import_module
@@ -16,7 +17,7 @@ from typing import Any, TypeVar, cast
 from experiential.bank.folder import FolderBank
 from experiential.bank.protocol import ForkableBank
 from experiential.config import ClusterSettings, Experiment, OptimSettings, PolicyClusterSettings
-from experiential.errors import ConfigError, ContextError
+from experiential.errors import BackendError, ConfigError, ContextError
 from experiential.llm.base import Prompt, SamplingParams
 from experiential.llm.models import load_tokenizer, resolve_model
 from experiential.llm.request import ChoiceTrie, PromptEncoder, StopFinder
@@ -26,9 +27,11 @@ from experiential.sync import EventLoopThread
 from experiential.training.losses import Sums, add_sums, means, takes_old
 from experiential.training.openrlhf import parts, versions
 from experiential.training.openrlhf.bank_actor import BankActor
+from experiential.training.openrlhf.causes import explain, shorten
 from experiential.training.openrlhf.engines import Engine, Engines
 from experiential.training.openrlhf.env_workers import EnvWorkers
 from experiential.training.openrlhf.learner import BLANK, RankStats
+from experiential.training.openrlhf.nodes import check_nodes, check_weights
 from experiential.training.openrlhf.placement import place
 from experiential.training.openrlhf.rank_state import read_index
 from experiential.training.openrlhf.supervisor import answers, is_joined, joined_ray
@@ -43,6 +46,8 @@ from experiential.training.runtime import (
 )
 from experiential.types import Generation
 
+ANSWERS_S = 15.0
+"""Time in which the head node of a cluster must answer."""
 M = TypeVar("M", bound=Callable[..., Any])
 
 _FIXED = (
@@ -62,6 +67,16 @@ def _on_cluster_loop(method: M) -> M:
     return cast("M", call)
 
 
+@asynccontextmanager
+async def _explained() -> AsyncGenerator[None]:
+    """Add cause, remedy and log to the error of a remote call."""
+    try:
+        yield
+    except BackendError as error:
+        await asyncio.to_thread(explain, error)
+        raise
+
+
 class OpenRLHFRuntime(PolicyRuntime):
     """Generate with the engines and train on the ranks of one policy.
 
@@ -71,8 +86,7 @@ class OpenRLHFRuntime(PolicyRuntime):
     the weights which drew it. Where policies share GPUs, engines do not go on: all requests of a
     policy end before the ranks or the other policy use the GPUs (`time_slicing`).
 
-    ``json_schema`` is not honoured; ``choices`` are, token by token, exactly as `TransformersLLM`
-    does.
+    ``choices`` and ``json_schema`` restrict responses as those of `VLLM` and `TransformersLLM`.
 
     Args:
         model: a folder in Hugging Face format, or a hub name.
@@ -157,8 +171,9 @@ class OpenRLHFRuntime(PolicyRuntime):
         Raises:
             LostActorError: one died or took longer than ``cluster.start_timeout``.
         """
-        await self._engines.connect(first=True)
-        await answers(self._starting, self._rank_names, self._cluster.start_timeout)
+        async with _explained():
+            await self._engines.connect(first=True)
+            await answers(self._starting, self._rank_names, self._cluster.start_timeout)
         self.busy()
 
     @property
@@ -180,7 +195,8 @@ class OpenRLHFRuntime(PolicyRuntime):
         """
         sampling = sampling or SamplingParams()
         ids = self._encode(prompt)
-        trie = self._tries(sampling.choices) if sampling.choices else None
+        listed = sampling.choices if sampling.pattern is None else None
+        trie = self._tries(listed) if listed else None
         room = self.settings.max_length - len(ids)
         if room < (needed := 1 if trie is None else trie.longest):
             raise ContextError(
@@ -202,7 +218,6 @@ class OpenRLHFRuntime(PolicyRuntime):
                 room,
                 trie=trie,
                 stops=self._stops,
-                schemas=False,
                 policy=self.name,
                 policy_version=self._served,
             )
@@ -326,7 +341,8 @@ class OpenRLHFRuntime(PolicyRuntime):
         """Call a method in all ranks; each gets its part of a ``divided`` list, in order."""
         run = self._group.async_run_method_batch if divided else self._group.async_run_method
         references = run(method, *arguments, **divided)
-        return await answers(references, self._rank_names, self._cluster.call_timeout)
+        async with _explained():
+            return await answers(references, self._rank_names, self._cluster.call_timeout)
 
     async def _broadcast(self, *, reconnect: bool = False) -> None:
         """Send the weights of the ranks; no engine draws a token meanwhile.
@@ -352,16 +368,22 @@ class ClusterRuntime:
         experiment: everything that defines the run.
         policies: actor and extractor, which stay open; None starts those of the experiment, and
             raises as `build_runtimes`.
+        output: folder of the run, which all nodes with GPUs must see.
     """
 
-    def __init__(self, experiment: Experiment, policies: Policies | None = None) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        policies: Policies | None = None,
+        output: Path | None = None,
+    ) -> None:
         self._bank, self._cluster = experiment.bank, experiment.cluster
         self.make_env = make_env  # or one that builds an environment in a worker
         with ExitStack() as opened:  # closes in reverse, also when something below fails
             if policies is None:
                 if not is_joined():  # then it is started here, and ended here
                     opened.callback(lambda: joined_ray().shutdown() if is_joined() else None)
-                actor, extractor = policies = build_runtimes(experiment)
+                actor, extractor = policies = build_runtimes(experiment, output)
                 opened.callback(actor.thread.close)
                 opened.callback(extractor.close)
                 opened.callback(actor.close)
@@ -382,11 +404,13 @@ class ClusterRuntime:
         self._opened.close()
 
 
-def build_runtimes(experiment: Experiment) -> tuple[OpenRLHFRuntime, OpenRLHFRuntime]:
-    """Join or start Ray, start both policies, and wait until they are ready.
+def build_runtimes(
+    experiment: Experiment, output: Path | None = None
+) -> tuple[OpenRLHFRuntime, OpenRLHFRuntime]:
+    """Join or start Ray, look at its nodes, start both policies, and wait until they are ready.
 
     Raises:
-        ConfigError: the versions installed are not those wanted.
+        ConfigError: the versions installed are not those wanted, or a node lacks something.
         ModelNotFoundError: a model cannot be resolved.
         BackendError: an engine or rank did not start.
     """
@@ -394,6 +418,11 @@ def build_runtimes(experiment: Experiment) -> tuple[OpenRLHFRuntime, OpenRLHFRun
     cluster, gpus = experiment.cluster, place(experiment).gpus
     join(cluster, gpus)
     second = experiment.extractor_model or experiment.model
+    names = dict.fromkeys((experiment.model.name, second.name))
+    resolved = {name: resolve_model(name) for name in names}
+    check_nodes(cluster, output, list(resolved.values()))
+    for one in resolved.values():
+        check_weights(one)
     runtimes: list[OpenRLHFRuntime] = []
     with ExitStack() as failed:
         thread = EventLoopThread("cluster")
@@ -409,7 +438,7 @@ def build_runtimes(experiment: Experiment) -> tuple[OpenRLHFRuntime, OpenRLHFRun
             ("extractor", second, cluster.extractor, experiment.extractor, 1000),
         ):
             runtime = OpenRLHFRuntime(
-                resolve_model(model.name),
+                resolved[model.name],
                 load_tokenizer(model.name),
                 sizes,
                 cluster,
@@ -443,11 +472,28 @@ def join(cluster: ClusterSettings, gpus: int) -> None:
     needed = {"GPU": gpus, "CPU": gpus + cluster.env_workers + cluster.remote_bank}
     if not ray.is_initialized():
         if cluster.address is not None:
-            ray.init(address=cluster.address, log_to_driver=False)
-        else:  # a CPU is only a place in a queue: offer as many as are needed, on any machine
-            cpus = max(needed["CPU"], os.cpu_count() or 1)
+            _check_address(cluster.address)
+            try:
+                ray.init(address=cluster.address, log_to_driver=False)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise ConfigError(
+                    f"Expected a Ray cluster at cluster.address={cluster.address}, got:"
+                    f" {shorten(error)}; look at it with ray status"
+                ) from error
+        elif joined := os.environ.get("RAY_ADDRESS"):
+            raise ConfigError(
+                "Expected no RAY_ADDRESS where a run starts Ray itself (cluster.address=null), got"
+                f" {joined}; set cluster.address=auto to join that cluster, or unset RAY_ADDRESS"
+            )
+        else:
+            # "local" leaves another Ray of this machine alone. A CPU is only a place in a queue:
+            # offer as many as are needed, on any machine.
             ray.init(
-                num_cpus=cpus, num_gpus=cluster.gpus, include_dashboard=False, log_to_driver=False
+                address="local",
+                num_cpus=max(needed["CPU"], os.cpu_count() or 1),
+                num_gpus=cluster.gpus,
+                include_dashboard=False,
+                log_to_driver=False,
             )
     found: dict[str, float] = ray.available_resources()
     for kind, count in needed.items():
@@ -459,9 +505,33 @@ def join(cluster: ClusterSettings, gpus: int) -> None:
             )
     nodes = [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]]
     largest = max(nodes, default=0.0)
+    for role, policy in (("actor", cluster.actor), ("extractor", cluster.extractor)):
+        if largest < policy.tensor_parallel:
+            raise ConfigError(
+                f"Expected one node with the {policy.tensor_parallel} GPUs of an engine"
+                f" (cluster.{role}.tensor_parallel), the largest has {largest:g}; lower it"
+            )
     if cluster.share_gpus and largest < gpus:
         raise ConfigError(
             f"Expected one node with the {gpus} GPUs that are shared (cluster.share_gpus), the"
             f" largest has {largest:g}; lower cluster.*.gpus_per_node, or give each policy its own"
             " GPUs (cluster.share_gpus=false)"
         )
+
+
+def _check_address(address: str) -> None:
+    """Refuse an address at which no gRPC server answers: `ray.init` would wait without end."""
+    if not re.fullmatch(r"[^/]+:\d+", address):  # auto, and others that Ray looks up
+        return
+    grpc: Any = import_module("grpc")
+    with grpc.insecure_channel(address) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(timeout=ANSWERS_S)
+        except grpc.FutureTimeoutError:
+            port = address.rpartition(":")[2]
+            raise ConfigError(
+                f"Expected Ray's head node at cluster.address={address}, got no answer of Ray"
+                f" within {ANSWERS_S:g} s; run ray start --head --port={port} there and open the"
+                " port in the firewall; if another program has it (experiential doctor --cluster),"
+                " take another port"
+            ) from None

@@ -14,10 +14,9 @@ from typing import Any
 
 from experiential.config import ClusterSettings
 from experiential.errors import BackendError, ConfigError, MissingExtraError
+from experiential.training.openrlhf.causes import shorten
 
 _log = logging.getLogger(__name__)
-_LONGEST_REASON = 300
-_GUESSES = " Some common causes include"
 _DEAD_ENGINE = "EngineDeadError"
 """vLLM's error in an actor that is alive after the process that computes has died."""
 
@@ -70,17 +69,6 @@ def joined_ray() -> Any:
 def is_joined() -> bool:
     """Return whether this process has joined a cluster that is still up."""
     return bool(getattr(sys.modules.get("ray"), "is_initialized", bool)())
-
-
-def shorten(error: BaseException) -> str:
-    r"""Return Ray's message in one line of at most 300 characters, without ids and guessed causes.
-
-    >>> shorten(ValueError("The actor died.\n\tclass_name: Host\nIt was killed by `ray.kill`."))
-    'The actor died. It was killed by `ray.kill`.'
-    """
-    lines = [line.strip() for line in str(error).splitlines() if not line.startswith("\t")]
-    text = " ".join(filter(None, lines)).partition(_GUESSES)[0] or type(error).__name__
-    return text if len(text) <= _LONGEST_REASON else text[:_LONGEST_REASON] + "…"
 
 
 async def answer(reference: Any, who: str, seconds: float) -> Any:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
 from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
 
 from experiential.errors import ConfigError
 
@@ -47,3 +50,21 @@ def check_versions() -> None:
             f"Expected {', '.join(wrong)}: the cluster engine uses private parts of these packages;"
             " install them in an environment of their own as docs/cluster.md says"
         )
+
+
+def engine_arguments() -> frozenset[str]:
+    """Return the names of vLLM's engine arguments; none where it is not installed.
+
+    They are read from its source, because importing vLLM takes many seconds.
+    """
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return frozenset()
+    source = Path(spec.origin).parent / "engine" / "arg_utils.py"
+    return frozenset(
+        line.target.id
+        for part in ast.parse(source.read_text("utf-8")).body
+        if isinstance(part, ast.ClassDef) and part.name in ("EngineArgs", "AsyncEngineArgs")
+        for line in part.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+    )
