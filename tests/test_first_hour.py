@@ -17,10 +17,18 @@ from experiential.cli.errors import complain
 from experiential.config import ClusterSettings, PolicyClusterSettings
 from experiential.errors import BackendError, ConfigError
 from experiential.llm.models import resolve_model
-from experiential.training.openrlhf import runtime
+from experiential.training.openrlhf import runtime, supervisor
 from experiential.training.openrlhf.causes import find_cause, remedy, shorten
 from experiential.training.openrlhf.machine import GpuUse, gpu_uses
 from experiential.training.openrlhf.nodes import Facts, check_weights, faults, look_around
+from experiential.training.openrlhf.supervisor import FailedCallError, LostActorError, explain
+
+
+class RayError(Exception):
+    """Stands for Ray's, which knows the actor."""
+
+    actor_id = "a1"
+
 
 NONCE, MODEL, OUTPUT = "0123abcd", "/models/seven", Path("/runs/first")
 FILES = (("config.json", 600), ("model.safetensors", 10**9))
@@ -58,7 +66,6 @@ def test_a_node_that_lacks_nothing_has_no_fault() -> None:
         ({"models": {MODEL: FILES[:1]}}, "got another model.safetensors", "copy it there again"),
         ({"shm_gb": 0.067}, "shared memory on node two (10.0.0.2)", "--shm-size=16g"),
         ({"nvcc": ""}, "nvcc on node two (10.0.0.2)", "toolkit of CUDA 12.8"),
-        ({"nvcc": "11.8"}, "nvcc of CUDA 12.8", "set CUDA_HOME"),
         ({"tools": frozenset({"c++"})}, "ninja on the PATH", "activate the environment"),
         ({"gpus": (GpuUse("0", 40.0, 85.5), GOOD.gpus[1])}, "GPU 0 has 40.0 of 85.5", "end the"),
         ({"sockets": {"NCCL_SOCKET_IFNAME": "ens5"}}, "lo, eth0, ib0, got ens5", "unset it"),
@@ -81,6 +88,15 @@ def test_operators_that_were_compiled_at_installation_need_no_compiler() -> None
     assert found(bare) == []
     offloaded = ClusterSettings(actor=OFFLOADED, extractor=OFFLOADED)
     assert "DeepSpeed compiles cpu_adam there" in found(bare, offloaded)[0]
+
+
+def test_cpu_adam_goes_without_nvcc_but_not_with_another_version() -> None:
+    offloaded = ClusterSettings(actor=OFFLOADED, extractor=OFFLOADED)
+    assert found(replace(GOOD, nvcc=""), offloaded) == []
+    assert found(replace(GOOD, nvcc="11.8")) == []
+    [said] = found(replace(GOOD, nvcc="11.8"), offloaded)
+    assert said.startswith("Expected nvcc of CUDA 12.8 on node two (10.0.0.2)")
+    assert "got 11.8; set CUDA_HOME" in said
 
 
 def test_a_node_without_gpus_needs_no_cuda() -> None:
@@ -182,6 +198,26 @@ class TestCauses:
     )
     def test_known_failures_have_a_remedy(self, text: str, advice: str) -> None:
         assert advice in remedy(text) and bool(advice) == bool(remedy(text))
+
+    def test_a_dead_actor_is_explained_by_its_log(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(supervisor, "log_of", lambda actor: (f"10.0.0.2:/{actor}.err", LOG))
+        error = LostActorError("actor engine 0", "died: RuntimeError: Engine core failed")
+        error.__cause__ = RayError()
+        explain(error)
+        said = str(error)
+        assert said.startswith("Expected actor engine 0 to be alive, but it died: RuntimeError")
+        assert "; cause: ValueError: There is no module or parameter named" in said
+        assert said.endswith("save the model again with transformers' save_pretrained")
+        assert error.__notes__ == ["last lines of 10.0.0.2:/a1.err", *(f"  {one}" for one in LOG)]
+
+    def test_a_living_actor_is_not_explained_by_what_its_log_held_before(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(supervisor, "log_of", lambda _: ("", ["ValueError: long ago", "fine"]))
+        error = FailedCallError("actor rank 0", RuntimeError("CUDA out of memory. Tried 2 GiB"))
+        error.__cause__ = RayError()
+        explain(error)
+        assert "long ago" not in str(error) and "micro_batch_size or max_length" in str(error)
 
     def test_the_log_is_printed_below_the_line(self, capsys: pytest.CaptureFixture[str]) -> None:
         error = BackendError("Expected an engine,\ngot none")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from experiential.errors import BackendError
-
+_log = logging.getLogger(__name__)
 LOG_LINES = 20
 """Last lines of a worker's log that are shown."""
 _LOG_BYTES = 200_000
@@ -118,7 +118,8 @@ def read_log(pid: int) -> tuple[str, list[str]]:
                 opened.seek(max(0, file.stat().st_size - _LOG_BYTES))
                 text = opened.read().decode("utf-8", "replace")
             found.append((str(file), [line for line in text.splitlines() if line.strip()]))
-    return max(found, key=lambda one: (bool(find_cause(one[1])), len(one[1])), default=("", []))
+    found.append(("", []))
+    return max(found, key=lambda one: (bool(find_cause(one[1])), len(one[1])))
 
 
 def log_of(actor: str) -> tuple[str, list[str]]:
@@ -135,26 +136,7 @@ def log_of(actor: str) -> tuple[str, list[str]]:
         near = strategies.NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
         task = ray.remote(num_cpus=0, max_retries=0)(read_log).options(scheduling_strategy=near)
         file, lines = ray.get(task.remote(pid), timeout=_READ_S)
-    except (ray.exceptions.RayError, KeyError, TypeError, ValueError):
+    except Exception as error:  # noqa: BLE001  (the caller has an error to report already)
+        _log.warning("the log of actor %s was not read: %s", actor, error)
         return "", []
     return f"{node['IPAddress']}:{file}", lines
-
-
-def explain(error: BackendError) -> None:
-    """Add cause and remedy to the message of a failed remote call, and the actor's log as notes.
-
-    It blocks for some seconds.
-    """
-    source: Any = error.__cause__  # Ray's error, which knows the actor
-    actor = getattr(source, "actor_id", None) or getattr(source, "_actor_id", None)
-    where, lines = log_of(actor) if isinstance(actor, str) else ("", [])
-    message, cause = str(error), find_cause(lines)
-    if cause and cause not in message:
-        message += f"; cause: {shorten(cause)}"
-    if advice := remedy(cause) or remedy(str(error)) or remedy("\n".join(lines[-LOG_LINES:])):
-        message += f"; {advice}"
-    error.args = (message,)
-    if lines:
-        error.add_note(f"last lines of {where}")
-        for line in lines[-LOG_LINES:]:
-            error.add_note(f"  {line}")

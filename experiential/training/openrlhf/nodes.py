@@ -95,7 +95,7 @@ def check_nodes(
     nonce, file = secrets.token_hex(16), None
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
-        file = output.resolve() / f".seen-by-all-nodes-{nonce[:8]}"
+        file = output.absolute() / f".seen-by-all-nodes-{nonce[:8]}"
         file.write_text(nonce)
     try:
         look = ray.remote(num_cpus=0, max_retries=0)(look_around)
@@ -110,7 +110,10 @@ def check_nodes(
                     node_id=id_, soft=False
                 )
             ).remote(
-                name, None if file is None else str(file), folders, free[id_].get("GPU", 0.0)
+                name,
+                None if file is None else str(file),
+                folders,
+                free.get(id_, {}).get("GPU", 0.0),
             ): name
             for id_, name in nodes.items()
         }
@@ -129,7 +132,7 @@ def check_nodes(
                     f"Expected {node} to run this package in the same environment, got: {cause};"
                     " install it there at the same path, or share it"
                 ) from error
-            where = None if output is None else output.resolve()
+            where = None if output is None else output.absolute()
             for fault in faults(facts, cluster, where, nonce, own):
                 raise ConfigError(fault)
     finally:
@@ -165,7 +168,11 @@ def look_around(node: str, nonce_file: str | None, models: Sequence[str], ray_gp
         ray_gpus=ray_gpus,
         torch_cuda=_in_source("torch", "version.py", r"^cuda\b.*= '([\d.]+)'"),
         nvcc=_nvcc(),
-        tools=frozenset(name for name in ("c++", "ninja") if shutil.which(name)),
+        tools=frozenset(
+            name
+            for name, program in (("c++", os.environ.get("CXX", "c++")), ("ninja", "ninja"))
+            if shutil.which(program)
+        ),
         built=frozenset(
             _all_in_source("deepspeed", "git_version_info_installed.py", r"'(\w+)': True")
         ),
@@ -250,13 +257,16 @@ def _compiler_faults(facts: Facts, cluster: ClusterSettings) -> Iterator[str]:
             )
     if not (facts.torch_cuda and facts.gpus):
         return
-    if not facts.nvcc:
+    # DeepSpeed 0.19.6: fused_adam needs nvcc of any version; cpu_adam goes without, but refuses one
+    # of another version than torch's.
+    if not facts.nvcc and "fused_adam" in missing:
         yield (
             f"Expected nvcc on {facts.node}, because {will}, found none; install the toolkit of"
             f" CUDA {facts.torch_cuda} and set CUDA_HOME before ray start, or install deepspeed"
-            f" with DS_BUILD_{sorted(missing)[0].upper()}=1"
+            " with DS_BUILD_FUSED_ADAM=1"
         )
-    elif facts.nvcc.split(".")[0] != facts.torch_cuda.split(".")[0]:
+    other = facts.nvcc.split(".")[0] != facts.torch_cuda.split(".")[0]
+    if facts.nvcc and other and "cpu_adam" in missing:
         yield (
             f"Expected nvcc of CUDA {facts.torch_cuda} on {facts.node}, which its torch was built"
             f" with, because {will}, got {facts.nvcc}; set CUDA_HOME to the toolkit of that version"
@@ -318,10 +328,9 @@ def check_weights(model: str | Path) -> None:
     """
     if not isinstance(model, Path):
         return
-    from transformers import AutoModelForCausalLM
-
+    auto: Any = import_module("transformers").AutoModelForCausalLM
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto.from_pretrained(
             model, device_map="meta", output_loading_info=True, trust_remote_code=True
         )
     except Exception as error:  # noqa: BLE001  (of the model's own code, too: the ranks will tell)

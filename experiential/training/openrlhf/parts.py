@@ -15,10 +15,10 @@ from typing import Any
 from experiential.config import OptimSettings, PolicyClusterSettings
 from experiential.errors import BackendError
 from experiential.llm.vllm import GRAMMAR
-from experiential.training.openrlhf.causes import explain, shorten
+from experiential.training.openrlhf.causes import shorten
 from experiential.training.openrlhf.learner import Learner, RankStats
 from experiential.training.openrlhf.rank_state import load_state, save_state
-from experiential.training.openrlhf.supervisor import Incarnation
+from experiential.training.openrlhf.supervisor import Incarnation, explain
 from experiential.training.runtime import LossSettings, Sample
 
 _FAR = 1_000_000_000

@@ -27,14 +27,14 @@ from experiential.sync import EventLoopThread
 from experiential.training.losses import Sums, add_sums, means, takes_old
 from experiential.training.openrlhf import parts, versions
 from experiential.training.openrlhf.bank_actor import BankActor
-from experiential.training.openrlhf.causes import explain, shorten
+from experiential.training.openrlhf.causes import shorten
 from experiential.training.openrlhf.engines import Engine, Engines
 from experiential.training.openrlhf.env_workers import EnvWorkers
 from experiential.training.openrlhf.learner import BLANK, RankStats
 from experiential.training.openrlhf.nodes import check_nodes, check_weights
 from experiential.training.openrlhf.placement import place
 from experiential.training.openrlhf.rank_state import read_index
-from experiential.training.openrlhf.supervisor import answers, is_joined, joined_ray
+from experiential.training.openrlhf.supervisor import answers, explain, is_joined, joined_ray
 from experiential.training.openrlhf.time_slicing import SharedGpus, Tenant
 from experiential.training.runtime import (
     LossSettings,
@@ -521,10 +521,10 @@ def join(cluster: ClusterSettings, gpus: int) -> None:
 
 def _check_address(address: str) -> None:
     """Refuse an address at which no gRPC server answers: `ray.init` would wait without end."""
-    if not re.fullmatch(r"[^/]+:\d+", address):  # auto, and others that Ray looks up
-        return
+    if not re.fullmatch(r"[^/]+:\d+", address) or os.environ.get("RAY_USE_TLS", "0") != "0":
+        return  # auto, and others that Ray looks up
     grpc: Any = import_module("grpc")
-    with grpc.insecure_channel(address) as channel:
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
         try:
             grpc.channel_ready_future(channel).result(timeout=ANSWERS_S)
         except grpc.FutureTimeoutError:

@@ -14,9 +14,17 @@ from typing import Any
 
 from experiential.config import ClusterSettings
 from experiential.errors import BackendError, ConfigError, MissingExtraError
-from experiential.training.openrlhf.causes import shorten
+from experiential.training.openrlhf.causes import (
+    LOG_LINES,
+    find_cause,
+    log_of,
+    remedy,
+    shorten,
+)
 
 _log = logging.getLogger(__name__)
+_SEARCHED = 300
+"""Last lines of a dead actor's log in which its cause is looked for."""
 _DEAD_ENGINE = "EngineDeadError"
 """vLLM's error in an actor that is alive after the process that computes has died."""
 
@@ -93,6 +101,30 @@ async def answer(reference: Any, who: str, seconds: float) -> Any:
         raise failed from error
     except ray.exceptions.RayError as error:
         raise LostActorError(who, f"died: {shorten(error)}") from error
+
+
+def explain(error: BackendError) -> None:
+    """Add cause and remedy to the message of a failed call, and the actor's log as notes.
+
+    The log of a dead actor is searched for the cause; of a living one the error itself is it.
+
+    It blocks for some seconds.
+    """
+    source: Any = error.__cause__  # Ray's error, which knows the actor
+    actor = getattr(source, "actor_id", None) or getattr(source, "_actor_id", None)
+    where, lines = log_of(actor) if isinstance(actor, str) else ("", [])
+    dead = not isinstance(error, FailedCallError)
+    message, cause = str(error), find_cause(lines[-_SEARCHED:]) if dead else ""
+    if cause and cause not in message:
+        message += f"; cause: {shorten(cause)}"
+    told = (cause, str(error), "\n".join(lines[-LOG_LINES:]))
+    if advice := next(filter(None, map(remedy, told)), ""):
+        message += f"; {advice}"
+    error.args = (message,)
+    if lines:
+        error.add_note(f"last lines of {where}")
+        for line in lines[-LOG_LINES:]:
+            error.add_note(f"  {line}")
 
 
 async def answers(references: Sequence[Any], who: Sequence[str], seconds: float) -> list[Any]:
