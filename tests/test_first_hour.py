@@ -18,7 +18,13 @@ from experiential.config import ClusterSettings, PolicyClusterSettings
 from experiential.errors import BackendError, ConfigError
 from experiential.llm.models import resolve_model
 from experiential.training.openrlhf import runtime, supervisor
-from experiential.training.openrlhf.causes import find_cause, remedy, shorten
+from experiential.training.openrlhf.causes import (
+    LOG_LINES,
+    excerpt,
+    find_cause,
+    remedy,
+    shorten,
+)
 from experiential.training.openrlhf.machine import GpuUse, gpu_uses
 from experiential.training.openrlhf.nodes import Facts, check_weights, faults, look_around
 from experiential.training.openrlhf.supervisor import FailedCallError, LostActorError, explain
@@ -208,7 +214,14 @@ class TestCauses:
         assert said.startswith("Expected actor engine 0 to be alive, but it died: RuntimeError")
         assert "; cause: ValueError: There is no module or parameter named" in said
         assert said.endswith("save the model again with transformers' save_pretrained")
-        assert error.__notes__ == ["last lines of 10.0.0.2:/a1.err", *(f"  {one}" for one in LOG)]
+        assert error.__notes__ == ["from the log 10.0.0.2:/a1.err", *(f"  {one}" for one in LOG)]
+
+    def test_the_lines_that_lead_to_the_cause_are_shown_and_the_last(self) -> None:
+        log = [*(f"line {i}" for i in range(50)), "ValueError: no room", *map(str, range(100))]
+        shown = excerpt(log, find_cause(log))
+        assert len(shown) == LOG_LINES and shown[0] == "line 36"
+        assert shown[14:] == ["ValueError: no room", "...", "96", "97", "98", "99"]
+        assert excerpt(log, "") == log[-LOG_LINES:] and excerpt(log[:51], log[50]) == log[31:51]
 
     def test_a_living_actor_is_not_explained_by_what_its_log_held_before(
         self, monkeypatch: pytest.MonkeyPatch

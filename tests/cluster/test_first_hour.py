@@ -157,5 +157,5 @@ def test_an_engine_that_cannot_start_says_why(own_ray: Any) -> None:
     with pytest.raises(BackendError, match=r"actor engine 0.*no such format") as caught:
         build_runtimes(cluster_experiment("cluster.gpus=4", wrong))
     notes = caught.value.__notes__
-    assert notes[0].startswith("last lines of ") and "worker-" in notes[0]
+    assert notes[0].startswith("from the log ") and "worker-" in notes[0]
     assert any("no such format" in note for note in notes[1:])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import logging
+import os
 import re
 from collections.abc import Sequence
 from importlib import import_module
@@ -11,7 +13,7 @@ from typing import Any
 
 _log = logging.getLogger(__name__)
 LOG_LINES = 20
-"""Last lines of a worker's log that are shown."""
+"""Lines of a worker's log that are shown."""
 _LOG_BYTES = 200_000
 _LONGEST = 300
 _READ_S = 20.0
@@ -104,22 +106,30 @@ def remedy(text: str) -> str:
     return next((advice for pattern, advice in _REMEDIES if re.search(pattern, text)), "")
 
 
-def read_log(pid: int) -> tuple[str, list[str]]:
-    """Return the log file of a Ray worker of this node, and its last lines with text.
+def excerpt(lines: Sequence[str], cause: str) -> list[str]:
+    """Return the lines of a log that lead to its cause, and the last ones; `LOG_LINES` in all."""
+    at = next((i for i, line in enumerate(lines) if cause and cause in line), None)
+    before, after = LOG_LINES * 3 // 4, LOG_LINES // 4
+    if at is None or at >= len(lines) - after:
+        return [*lines[-LOG_LINES:]]
+    return [*lines[max(0, at + 1 - before) : at + 1], "...", *lines[1 - after :]]
 
-    Of its two files, the one for errors counts if anything was raised there.
+
+def read_log(pid: int) -> tuple[str, list[str]]:
+    """Return where the log of a Ray worker of this node lies, and its last lines with text.
+
+    What its processes printed comes before what they wrote to stderr: vLLM prints the reason of a
+    failure, and only that it failed reaches stderr.
     """
     worker: Any = import_module("ray._private.worker")
-    logs = Path(worker._global_node.get_logs_dir_path())
-    found: list[tuple[str, list[str]]] = []
-    for ending in ("err", "out"):
-        for file in logs.glob(f"worker-*-{pid}.{ending}"):
-            with file.open("rb") as opened:
-                opened.seek(max(0, file.stat().st_size - _LOG_BYTES))
-                text = opened.read().decode("utf-8", "replace")
-            found.append((str(file), [line for line in text.splitlines() if line.strip()]))
-    found.append(("", []))
-    return max(found, key=lambda one: (bool(find_cause(one[1])), len(one[1])))
+    place = Path(worker._global_node.get_logs_dir_path()) / f"worker-*-{pid}"
+    lines: list[str] = []
+    for file in (*glob.glob(f"{place}.out"), *glob.glob(f"{place}.err")):
+        with open(file, "rb") as opened:
+            opened.seek(max(0, os.path.getsize(file) - _LOG_BYTES))
+            text = opened.read().decode("utf-8", "replace")
+        lines += [line for line in text.splitlines() if line.strip()]
+    return f"{place}.out and .err", lines
 
 
 def log_of(actor: str) -> tuple[str, list[str]]:

@@ -16,6 +16,7 @@ from experiential.config import ClusterSettings
 from experiential.errors import BackendError, ConfigError, MissingExtraError
 from experiential.training.openrlhf.causes import (
     LOG_LINES,
+    excerpt,
     find_cause,
     log_of,
     remedy,
@@ -117,13 +118,12 @@ def explain(error: BackendError) -> None:
     message, cause = str(error), find_cause(lines[-_SEARCHED:]) if dead else ""
     if cause and cause not in message:
         message += f"; cause: {shorten(cause)}"
-    told = (cause, str(error), "\n".join(lines[-LOG_LINES:]))
-    if advice := next(filter(None, map(remedy, told)), ""):
+    if advice := remedy(cause) or remedy(str(error)) or remedy("\n".join(lines[-LOG_LINES:])):
         message += f"; {advice}"
     error.args = (message,)
     if lines:
-        error.add_note(f"last lines of {where}")
-        for line in lines[-LOG_LINES:]:
+        error.add_note(f"from the log {where}")
+        for line in excerpt(lines, cause):
             error.add_note(f"  {line}")
 
 
