@@ -1,6 +1,6 @@
 """Cut the power of a bank that is being written, and count what is lost. Needs Linux and strace.
 
-    python -m benchmarks.power_cuts [--cuts 1000] [--seed 1]
+    python -m benchmarks.power_cuts [--cuts 1000] [--purges 200] [--seed 1]
         [--results benchmarks/results/power_cuts.json]
 
 A writer (`tests/crash_writer.py`) works on a bank: adds, updates, distils, merges, evicts, rolls
@@ -18,6 +18,9 @@ one that keeps a name only when its folder is synced. That folder
 
 Some writers go on from what a cut left, so that recovering is cut, too. As a control, further cuts
 are on a disk whose syncs do nothing: if they lost nothing, the simulation would be blind.
+
+Further cuts follow an acknowledged ``experiential bank purge``, of a bank that was closed and of
+one whose writer was killed. No file may then hold the text that was erased.
 """
 
 from __future__ import annotations
@@ -50,6 +53,13 @@ STEPS = 15
 """Actions of a writer."""
 NAMED = 3
 """Faults of one cut that are named."""
+ERASED = "hunter2"
+PURGE = f"""
+import sys
+from experiential.cli.errors import run_app
+from experiential.cli.main import app
+sys.exit(run_app(app, ["bank", "purge", sys.argv[1], "--text", "{ERASED}", "--yes"]))
+"""
 
 
 class Promises:
@@ -264,10 +274,45 @@ def run(cuts: int, seed: int = 1, *, keep: Path | None = None) -> dict[str, Any]
     return {"seed": seed, "counts": counts, "control": control, "faults": named}
 
 
+def run_purges(cuts: int, seed: int = 1) -> dict[str, Any]:
+    """Cut so many times after a purge, and a tenth as often in the control; return the counts."""
+    draw, found = random.Random(seed), Counter[str]()
+    named: set[str] = set()
+    with tempfile.TemporaryDirectory(
+        prefix="experiential-purge-", ignore_cleanup_errors=True
+    ) as to:
+        for state in ("closed", "killed"):
+            made, home = Path(to) / f"made-{state}", Path(to) / state / "bank"
+            with FolderBank(made, embedder="hashing") as bank:
+                bank.add_many([f"lesson {number}" for number in range(100)])
+                bank.add(f"The code is {ERASED}.")
+                bank.flush_index()
+                if state == "killed":
+                    shutil.copytree(made, home)
+            if state == "closed":
+                shutil.copytree(made, home)
+            recording = record([sys.executable, "-c", PURGE, str(home)], home.parent, Path(to))
+            for number in range(cuts // 2 + (cuts + 19) // 20):
+                lying = number >= cuts // 2
+                disk = Disk(recording, ordered=number % 2 == 0, lying=lying)
+                disk.advance(len(recording.changes))
+                [fate] = draw.choices(FATES, weights=(2, 1, 1, 4))
+                files = disk.left(draw, fate)
+                holding = [
+                    name for name, content in files.items() if ERASED.encode() in (content or b"")
+                ]
+                kind = "control" if lying else "cuts"
+                found.update((kind, f"{kind} with the text") if holding else (kind,))
+                if not lying:
+                    named.update(f"{state}: {name}" for name in holding)
+    return {"counts": found, "faults": sorted(named)}
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cuts", type=int, default=1_000)
+    parser.add_argument("--purges", type=int, default=200, help="cuts after a purge")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/power_cuts.json"))
     parser.add_argument("--keep", type=Path, help="folder for what cuts left that is at fault")
@@ -275,12 +320,14 @@ def main() -> None:
     logging.getLogger("experiential").setLevel(logging.ERROR)
     try:
         found = run(options.cuts, options.seed, keep=options.keep)
+        found["purges"] = run_purges(options.purges, options.seed)
     except ConfigError as error:
         parser.error(str(error))
     options.results.parent.mkdir(parents=True, exist_ok=True)
     options.results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(found, indent=1))
-    if found["faults"] or found["control"].get("whole") == found["control"]["cuts"]:
+    is_blind = found["control"].get("whole") == found["control"]["cuts"]
+    if found["faults"] or found["purges"]["faults"] or is_blind:
         sys.exit(1)
 
 

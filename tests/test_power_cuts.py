@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.power_cuts import run
+from benchmarks.power_cuts import run, run_purges
 from benchmarks.power_disk import (
     FATES,
     Change,
@@ -168,6 +168,13 @@ def test_a_journal_without_its_tables_is_an_empty_bank(tmp_path: Path) -> None:
         assert len(bank) == 0
     with ExperienceBank(tmp_path, embedder="hashing", store="exact") as bank:
         assert bank.add("written after the cut").version == 1
+
+
+@pytest.mark.usefixtures("strace")
+def test_a_power_cut_after_a_purge_brings_no_text_back() -> None:
+    found = run_purges(80, seed=7)
+    assert found["faults"] == [] and found["counts"]["cuts"] == 80
+    assert found["counts"]["control with the text"] > 0, "lost syncs kept the erasing"
 
 
 @pytest.mark.usefixtures("strace")

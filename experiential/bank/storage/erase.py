@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiential.bank.storage.journal import Journal
+from experiential.bank.storage.journal import Journal, keep_names
 from experiential.bank.storage.lock import WriterLock
 from experiential.bank.storage.tables import History
 from experiential.errors import BankError
@@ -221,10 +221,11 @@ def vacuum(journal: Journal) -> None:
 
 
 def drop_index(folder: Path) -> None:
-    """Remove the index stores of a folder; an opened bank makes its own again."""
+    """Remove the index stores of a folder for good; an opened bank makes its own again."""
     for pattern in ("chroma", "chroma.damaged-*", "index-*"):
         for place in folder.glob(pattern):
             shutil.rmtree(place)
+    keep_names(folder)  # else a power cut brings them back
 
 
 @dataclass(frozen=True)

@@ -289,7 +289,7 @@ class Journal:
         except sqlite3.DatabaseError as error:
             raise _explained(error) from error
         os.replace(part, folder / JOURNAL_NAME)
-        _keep_names(folder)
+        keep_names(folder)
 
     def close(self) -> None:
         """Close the connection and fold the write-ahead log into the file."""
@@ -309,10 +309,10 @@ def make_folder(folder: Path) -> None:
     if not (folder / JOURNAL_NAME).exists():  # from then on SQLite keeps the names inside
         for above in folder.resolve().parents:
             with suppress(OSError):  # a folder that may not be read was not made just now
-                _keep_names(above)
+                keep_names(above)
 
 
-def _keep_names(folder: Path) -> None:
+def keep_names(folder: Path) -> None:
     """Make the names in a folder outlive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
