@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from experiential.bank.index import follower, indexed
 from experiential.bank.storage.checkup import examine
 from experiential.cli import main
 from experiential.cli.errors import run_app
-from experiential.errors import ConfigError
+from experiential.errors import BankError, ConfigError
 
 MODULE = '''
 import json
@@ -27,8 +28,11 @@ class Flat:
     """Compare with every vector of one file."""
 
     away = False
+    refused = None
 
     def __init__(self, folder, name):
+        if self.refused:
+            raise self.refused
         if self.away:
             raise ConnectionError("away")
         self.file = folder / f"{name}.json"
@@ -42,6 +46,8 @@ class Flat:
         return len(self.rows)
 
     def write(self, put, removed, mark):
+        if (self.file.parent / "damage").exists():
+            raise OSError("no such page")
         for one in put:
             self.rows[one.experience.id] = [one.experience.version, one.vector.tolist()]
         for id in removed:
@@ -50,7 +56,7 @@ class Flat:
         self.file.write_text(json.dumps([mark, self.rows]))
 
     def search(self, queries, n, where):
-        if self.away:
+        if self.away or (self.file.parent / "damage").exists():
             raise ConnectionError("away")
         scores = queries @ np.array([vector for _, vector in self.rows.values()]).T
         ids = list(self.rows)
@@ -139,6 +145,67 @@ def test_a_damaged_file_is_set_aside_and_the_store_made_again(flat: Any, tmp_pat
         assert [found(bank, text) for text in TEXTS] == TEXTS and bank._state.nearest.is_large
     assert list((tmp_path / "bank").glob("index-*.damaged-*"))
     assert all(finding.status == "ok" for finding in examine(tmp_path / "bank"))
+
+
+def test_of_folders_set_aside_the_last_is_kept(
+    flat: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(tmp_path / "bank")
+    for damage in "{[<":
+        [file] = (tmp_path / "bank").glob("index-foreign_store-Flat/experience-*.json")
+        file.write_text(damage)
+        caplog.clear()
+        assert [one.found for one in examine(tmp_path / "bank") if one.status == "wrong"]
+        assert not caplog.records, "the doctor sets nothing aside"
+        with LargeBank(tmp_path / "bank") as bank:
+            bank.flush_index()
+        [said] = [record.message for record in caplog.records if "set aside" in record.message]
+        assert "\n" not in said
+        [aside] = (tmp_path / "bank").glob("index-*.damaged-*")
+        assert aside.name in said and (aside / file.name).read_text() == damage
+
+
+@pytest.mark.parametrize("use", ["close", "search", "rebuild", "follow"])
+def test_a_store_that_opens_and_then_fails_is_made_again(
+    flat: Any, tmp_path: Path, use: str
+) -> None:
+    fill(tmp_path / "bank")
+    [folder] = (tmp_path / "bank").glob("index-*")
+    (folder / "damage").touch()
+    with LargeBank(tmp_path / "bank") as bank:
+        if use == "search":
+            for _ in range(2):
+                assert [found(bank, text) for text in TEXTS] == TEXTS
+                bank.flush_index()
+            assert bank._state.nearest.is_large
+        elif use == "rebuild":
+            assert bank.rebuild() == len(TEXTS)
+        else:
+            bank.add("one more")
+        if use == "follow":
+            assert bank._follower is not None
+            bank._follower.wake()
+            until = time.monotonic() + 10
+            while bank._follower.is_behind() and time.monotonic() < until:
+                time.sleep(0.01)
+            assert not (folder / "damage").exists()
+    assert not (folder / "damage").exists()
+    assert all(finding.status == "ok" for finding in examine(tmp_path / "bank"))
+
+
+@pytest.mark.parametrize("reason", [BankError("not in a fork"), ImportError("no such package")])
+def test_a_store_that_cannot_run_here_keeps_its_folder(
+    flat: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: Exception
+) -> None:
+    fill(tmp_path / "bank")
+    [file] = (tmp_path / "bank").glob("index-*/experience-*.json")
+    before = file.read_bytes()
+    monkeypatch.setattr(flat, "refused", reason)
+    with LargeBank(tmp_path / "bank") as bank:
+        assert [found(bank, text) for text in TEXTS] == TEXTS
+        with pytest.raises(BankError, match=str(reason)):
+            bank.flush_index()
+    assert file.read_bytes() == before and not list((tmp_path / "bank").glob("*.damaged-*"))
 
 
 def test_the_bank_answers_from_memory_while_the_store_is_away(

@@ -243,16 +243,19 @@ def test_a_journal_dated_in_the_future_is_read(folder: Path) -> None:
     assert not [finding for finding in examine(folder) if finding.status == "wrong"]
 
 
-@pytest.mark.parametrize("place", [4096, 600_000])
+@pytest.mark.parametrize("place", [4096, 600_000, "cut", "deleted"])
 def test_a_scrambled_database_of_chroma_is_set_aside_and_made_again(
-    tmp_path: Path, place: int
+    tmp_path: Path, place: int | str
 ) -> None:
     with xp.ExperienceBank(tmp_path, embedder="hashing") as bank:
         bank.add_many([f"lesson {number}" for number in range(300)])
     file = tmp_path / "chroma" / "chroma.sqlite3"
     raw = bytearray(file.read_bytes())
-    raw[place : place + 4096] = random.Random(place).randbytes(4096)
-    file.write_bytes(raw)
+    if isinstance(place, int):
+        raw[place : place + 4096] = random.Random(place).randbytes(4096)
+    file.write_bytes(raw[: len(raw) // 2] if place == "cut" else raw)
+    if place == "deleted":
+        file.unlink()
     [index] = [one for one in examine(tmp_path) if one.status == "wrong"]
     assert index.what == "default: index" and "rebuild" in index.mend
     with xp.ExperienceBank(tmp_path) as bank:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -12,59 +13,41 @@ from experiential.bank.index.seal import Seal
 from experiential.bank.index.site import CHROMA, Site
 from experiential.bank.index.store import IndexLostError, IndexStore
 from experiential.bank.storage.tables import History, Stored
+from experiential.errors import ExperientialError
 
 BATCH = 256
 """Changes after which the follower is woken, and those of one write."""
 PAUSES = (1.0, 60.0)
 """Seconds after which the follower tries again what failed: at first, and at most."""
+_MOST_FAILURES = 2
 _log = logging.getLogger(__name__)
 
 
 class Replica:
-    """Hold an open index store.
-
-    The files of a store in a folder are sealed after each write. A folder whose seal is broken, or
-    that cannot be opened, is set aside, and the store starts empty.
-
-    Args:
-        site: where the store is.
-        broken: what is wrong with its folder, if that is known already.
+    """Hold an open index store, whose files in a folder are sealed after each write.
 
     Attributes:
         store: the open store, to be asked inside ``answering``.
         head: position of the last journal change in the store; 0 when it is empty.
         stamp: tells that change from one at the same position of another journal.
+
+    Raises:
+        IndexLostError: the store cannot be opened, or its files are not those that were sealed.
     """
 
-    def __init__(self, site: Site, broken: object = None) -> None:
+    def __init__(self, site: Site) -> None:
         self._site = site
         self._seal = Seal(site.folder)
-        if broken is None and self._seal.is_broken():
-            broken = "its files are not those that were sealed"
-        for is_last in (False, True):
-            if broken is not None:
-                assert site.folder is not None
-                self._seal.leave()
-                aside = site.folder.with_name(f"{site.folder.name}.damaged-{time.time_ns()}")
-                site.folder.rename(aside)
-                _log.warning(
-                    "The index in %s could not be opened (%s); set aside as %s, rebuilt from the"
-                    " journal",
-                    site.folder.name,
-                    broken,
-                    aside.name,
-                )
-            try:
-                with self.answering(), self._seal.changing():
-                    self.store: IndexStore = site.open()
-                    head, _, self.stamp = self.store.mark().partition(" ")
-                    self.head = int(head or 0)
-                return
-            except IndexLostError as error:
-                # A folder without files is that of a store elsewhere, which is merely away.
-                if is_last or site.folder is None or not any(site.folder.iterdir()):
-                    raise
-                broken = error.__cause__
+        if self._seal.is_broken():
+            raise IndexLostError("its files are not those that were sealed")
+        try:
+            with self.answering(), self._seal.changing():
+                self.store: IndexStore = site.open()
+                head, _, self.stamp = self.store.mark().partition(" ")
+                self.head = int(head or 0)
+        except IndexLostError:
+            self._seal.leave()
+            raise
 
     @contextlib.contextmanager
     def answering(self) -> Generator[None]:
@@ -112,7 +95,8 @@ class Replica:
 class IndexFollower:
     """Keep an index store behind the journal on a thread of its own; no writer waits for it.
 
-    A failed write is tried again after a pause, which doubles from failure to failure.
+    A failed write is tried again after a pause, which doubles from failure to failure. A store in a
+    folder is set aside and made again if it cannot be opened, or opens and then fails twice.
 
     Attributes:
         failure: of the last attempt, until one succeeds.
@@ -135,6 +119,7 @@ class IndexFollower:
         self.pending = 0
         self._pause = PAUSES[0]
         self._is_lost = False
+        self._failures = 0  # of a store that was open, since it was last written
         # The journal notes under this key how far the index is.
         self._mark = "indexed" if site.store == CHROMA else f"indexed {site.name} {site.store}"
         self._held = int(history.meta(self._mark) or 0)  # position that the store was said to hold
@@ -149,6 +134,7 @@ class IndexFollower:
         """Catch up in the background; open the store anew first if it did not answer."""
         if reopen:
             self._is_lost = True
+            self._failures += self._replica is not None
         self.pending = 0
         if self._thread is None:
             name = "experiential-index"
@@ -174,6 +160,7 @@ class IndexFollower:
                     return True
                 if changes:
                     replica.apply(changes, self._history.stamp(changes[-1][0]))
+                    self._failures = 0
                 self._held = replica.head
                 if self.on_advance is not None:
                     self.on_advance(replica.head)
@@ -190,15 +177,17 @@ class IndexFollower:
         """Write the store again from the journal; return the number of entries in it."""
         with self._work:
             try:
-                self.opened().clear()
-            except IndexLostError as error:  # its files are damaged where only writing looks
-                if self._site.folder is None:
+                return self._rebuilt()
+            except IndexLostError as error:  # damaged where only writing looks
+                self._drop()
+                if not self._set_aside(error):
                     raise
-                with contextlib.suppress(IndexLostError):
-                    self._drop()
-                self._replica = Replica(self._site, broken=error.__cause__)
-            self.flush()
-            return len(self.opened())
+                return self._rebuilt()
+
+    def _rebuilt(self) -> int:
+        self.opened().clear()
+        self.flush()
+        return len(self.opened())
 
     def opened(self) -> Replica:
         """Return the store, opened on first use and cleared if it belongs to another journal."""
@@ -206,20 +195,36 @@ class IndexFollower:
             return replica
         with self._work:
             if self._replica is None:
-                replica = Replica(self._site)
-                last, head = self._history.last_seq(), replica.head
-                if head == 0:
-                    is_ours = len(replica) == 0
-                else:  # at the journal's end the number of entries is known, and loss shows
-                    is_ours = (
-                        head <= last
-                        and replica.stamp == self._history.stamp(head)
-                        and (head < last or len(replica) == self._history.live_count())
-                    )
-                if not is_ours:
-                    replica.clear()
-                self._replica = replica
+                if self._failures >= _MOST_FAILURES:
+                    self._set_aside(self.failure or IndexLostError("searches get no answer"))
+                    self._failures = 0
+                try:
+                    self._replica = self._open()
+                except IndexLostError as error:
+                    if not self._set_aside(error):
+                        raise
+                    self._replica = self._open()
             return self._replica
+
+    def _open(self) -> Replica:
+        replica = Replica(self._site)
+        try:
+            last, head = self._history.last_seq(), replica.head
+            if head == 0:
+                is_ours = len(replica) == 0
+            else:  # at the journal's end the number of entries is known, and loss shows
+                is_ours = (
+                    head <= last
+                    and replica.stamp == self._history.stamp(head)
+                    and (head < last or len(replica) == self._history.live_count())
+                )
+            if not is_ours:
+                replica.clear()
+        except IndexLostError:
+            with contextlib.suppress(IndexLostError):
+                replica.close()
+            raise
+        return replica
 
     def searchable(self) -> Replica:
         """Return the store if it holds all that it was said to hold, else raise IndexLostError."""
@@ -238,15 +243,41 @@ class IndexFollower:
         if self._thread is not None:
             self._thread.join()
         with self._work:
-            if catch_up and self.is_behind():
-                self._try_catch_up()
+            # A damaged store in a folder is made again now: no later process may stay so long.
+            for _ in range(1 if self._site.folder is None else _MOST_FAILURES + 1):
+                if catch_up and self.is_behind():
+                    self._try_catch_up()
             self._drop()
 
+    def _set_aside(self, error: Exception) -> bool:
+        """Move the folder of the store away, in place of the one that was moved before.
+
+        Returns False where its files are not to blame: a folder without any is that of a store
+        elsewhere, which is away; a package may be missing; and a store may say itself, by an error
+        of this library, why it cannot run here.
+        """
+        folder, cause = self._site.folder, error.__cause__
+        if isinstance(cause, ImportError | ExperientialError):
+            return False
+        if folder is None or not folder.is_dir() or not any(folder.iterdir()):
+            return False
+        aside = folder.with_name(f"{folder.name}.damaged-{time.time_ns()}")
+        folder.rename(aside)
+        for earlier in folder.parent.glob(f"{folder.name}.damaged-*"):
+            if earlier != aside:
+                shutil.rmtree(earlier, ignore_errors=True)
+        reason = " ".join(str(cause or error).split())
+        message = "The index in %s is damaged (%s); set aside as %s, rebuilt from the journal"
+        _log.warning(message, folder.name, reason, aside.name)
+        return True
+
     def _drop(self) -> None:
+        """Close the store, even one that fails at that."""
         with self._work:
             replica, self._replica = self._replica, None
         if replica is not None:
-            replica.close()
+            with contextlib.suppress(IndexLostError):
+                replica.close()
 
     def _follow(self) -> None:
         while not self._halt.is_set():
@@ -265,6 +296,7 @@ class IndexFollower:
         try:
             return self.flush(batches)
         except Exception as error:  # noqa: BLE001  (kept in ``failure``, and tried again)
+            self._failures += self._replica is not None
             self._pause = PAUSES[0] if self.failure is None else min(2 * self._pause, PAUSES[1])
             if self.failure is None:
                 _log.warning(

@@ -32,7 +32,8 @@ class IndexStore(Protocol):
     """Hold vectors of one version of each entry, and find the nearest.
 
     Any exception says that the store is away: the bank then answers from memory, and opens the
-    store again later. One thread at a time writes; any number search and fetch meanwhile.
+    store again later. A folder whose store cannot be opened, or fails twice, is set aside as
+    damaged, unless the exception is an ``ImportError`` or an error of this library. One thread at a time writes; any number search and fetch meanwhile.
     """
 
     def mark(self) -> str:

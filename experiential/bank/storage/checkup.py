@@ -188,9 +188,8 @@ def _index(folder: Path, history: History, namespace: str) -> tuple[str, str]:
             try:
                 wrong = _disagreement(site._replace(folder=copy), history)
             except IndexLostError as error:
-                wrong = f"the index cannot be read: {error}"
-            if any(Path(scratch).glob(f"{copy.name}.damaged-*")):
-                wrong = "the folder of the index cannot be opened"
+                reason = " ".join(str(error.__cause__ or error).split())
+                wrong = f"the folder of the index cannot be opened or read: {reason}"
     return (wrong, rebuild) if wrong else (whole, "")
 
 
