@@ -33,7 +33,8 @@ class IndexStore(Protocol):
 
     Any exception says that the store is away: the bank then answers from memory, and opens the
     store again later. A folder whose store cannot be opened, or fails twice, is set aside as
-    damaged, unless the exception is an ``ImportError`` or an error of this library. One thread at a time writes; any number search and fetch meanwhile.
+    damaged, unless the exception is an ``ImportError`` or an error of this library. One thread at a
+    time writes; any number search and fetch meanwhile.
     """
 
     def mark(self) -> str:
