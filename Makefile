@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c '
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
-EXTRAS ?= local,serve,babyai,minihack,webshop,bench,dev,docs
+EXTRAS ?= local,faiss,serve,babyai,minihack,webshop,bench,dev,docs
 TORCH ?= torch==2.13.0
 # A package index to take torch from, e.g. PyTorch's CPU index; empty uses pip's own configuration.
 TORCH_INDEX ?=

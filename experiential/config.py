@@ -361,8 +361,8 @@ class BankSettings(Settings):
     """'hashing', 'openai:MODEL' or 'openai:MODEL@URL' of a server, an entry point,
     module:attribute, a sentence-transformers name or folder; None is the default model"""
     store: str | None = None
-    """index of a large bank: 'chroma', address of a Chroma server, 'exact' (in memory), an entry
-    point or module:attribute; None keeps it where it was, at first 'chroma'"""
+    """index of a large bank: 'chroma', address of a Chroma server, 'faiss', 'exact' (in memory), an
+    entry point or module:attribute; None keeps it where it was, at first 'chroma'"""
     retrieval: RetrievalSettings = RetrievalSettings()
     text_limit: PositiveInt = 2000
     """characters that the text of an entry may have"""

@@ -33,6 +33,7 @@ HEAVY = {
     "torch",
     "transformers",
     "chromadb",
+    "faiss",
     "sentence_transformers",
     "peft",
     "safetensors",

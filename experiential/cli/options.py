@@ -35,8 +35,8 @@ Embedder = Annotated[
 Store = Annotated[
     str | None,
     Option(
-        help="Index from now on: chroma, address of a Chroma server, exact, an entry point or"
-        " module:attribute. By default it does not change.",
+        help="Index from now on: chroma, address of a Chroma server, faiss, exact, an entry point"
+        " or module:attribute. By default it does not change.",
         autocompletion=complete_part("stores", "exact"),
     ),
 ]

@@ -43,6 +43,8 @@ class ChromaStore:
         name: of the collection.
     """
 
+    pays_from = 200_000  # extrapolated from benchmarks/results/index_stores.json
+
     def __init__(self, where: Path | str, name: str) -> None:
         self._where = where
         self._name = name

@@ -102,6 +102,7 @@ class IndexFollower:
         failure: of the last attempt, until one succeeds.
         on_advance: called with each position of the journal that the store has reached.
         patience: seconds for which writing should still wait.
+        pays_from: entries from which searches should ask the store.
         pending: changes since it was last woken; it need not be before there are ``BATCH``.
     """
 
@@ -109,6 +110,7 @@ class IndexFollower:
         self.failure: Exception | None = None
         self.on_advance: Callable[[int], None] | None = None
         self.patience: Callable[[], float] = lambda: 0.0
+        self.pays_from = site.pays_from()
         self._history = history
         self._site = site
         self._replica: Replica | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -12,13 +13,18 @@ from urllib.parse import urlsplit
 from experiential.bank.index.store import IndexStore, StoreFactory
 from experiential.bank.storage.journal import JOURNAL_NAME
 from experiential.bank.storage.tables import History
-from experiential.errors import ConfigError
+from experiential.errors import ConfigError, MissingExtraError
 from experiential.plugins import did_you_mean, known_names, resolve
 from experiential.types import new_id
 
-EXACT, CHROMA = "exact", "chroma"
+EXACT, CHROMA, FAISS = "exact", "chroma", "faiss"
 _REFERENCE = re.compile(r"[\w.]+:[^\W\d][\w.]*")
-STORES: dict[str, str] = {CHROMA: "experiential.bank.index.chroma:ChromaStore"}
+STORES: dict[str, str] = {
+    CHROMA: "experiential.bank.index.chroma:ChromaStore",
+    FAISS: "experiential.bank.index.graph:FaissStore",
+}
+PAYS_FROM = 100_000
+"""Entries from which a store that does not say so itself is asked."""
 
 
 class Site(NamedTuple):
@@ -31,6 +37,14 @@ class Site(NamedTuple):
     def __str__(self) -> str:
         return f"at {self.store}" if self.folder is None else f"in {str(self.folder)!r}"
 
+    def pays_from(self) -> int:
+        """Return the number of entries from which asking the store is cheaper than comparing all.
+
+        A class may have it as ``pays_from``.
+        """
+        factory: StoreFactory = resolve("stores", self._kind(), STORES)
+        return getattr(factory, "pays_from", PAYS_FROM)
+
     def open(self) -> IndexStore:
         """Open the store, which may raise anything."""
         if self.folder is None:
@@ -38,18 +52,23 @@ class Site(NamedTuple):
 
             return ChromaStore(self.store, self.name)
         self.folder.mkdir(parents=True, exist_ok=True)
-        factory: StoreFactory = resolve("stores", self.store, STORES)
+        factory: StoreFactory = resolve("stores", self._kind(), STORES)
         return factory(self.folder, self.name)
+
+    def _kind(self) -> str:
+        return CHROMA if self.folder is None else self.store
 
 
 def checked_store(store: str | None) -> str | None:
     """Return the store that a user named, an address without its last slash, else ConfigError."""
-    if store is None or store in (EXACT, CHROMA):
+    if store == FAISS and find_spec("faiss") is None:
+        raise MissingExtraError("faiss-cpu", "faiss")
+    if store is None or store == EXACT or store in STORES:
         return store
     if _REFERENCE.fullmatch(store) or store in known_names("stores"):
         resolve("stores", store, STORES)
         return store
-    known = known_names("stores", (EXACT, CHROMA))
+    known = known_names("stores", (EXACT, *STORES))
     is_address = False
     with contextlib.suppress(ValueError):  # a port that is no number
         parts = urlsplit(store)
@@ -72,7 +91,8 @@ def chosen_site(folder: Path, namespace: str, history: History, store: str | Non
     """
     if (chosen := checked_store(store)) is not None and chosen != _recorded(history):
         history.set_meta("store", chosen)
-    checked_store(_recorded(history))
+    if _recorded(history) not in STORES:  # a package that is missing now keeps no bank shut
+        checked_store(_recorded(history))
     # A copy of the folder must not write into the collection of the original: the id that sets
     # this bank's collections apart is made anew when the journal has moved.
     home = f"{folder.resolve()} {(folder / JOURNAL_NAME).stat().st_ino}"

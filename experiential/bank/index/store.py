@@ -81,6 +81,9 @@ class IndexStore(Protocol):
 StoreFactory = Callable[[Path, str], IndexStore]
 """A part of kind ``stores``, for example a class: opens the entries of one namespace.
 
+Its attribute ``pays_from``, if it has one, is the number of entries from which it is asked; 100,000
+by default. Below, all vectors are compared in memory.
+
 Called with a folder, which this kind of store has for itself inside the bank's folder and which the
 bank's namespaces share, and with a name, which no other namespace and no other bank has.
 """
