@@ -42,7 +42,9 @@ from experiential.bank.processes import Handle, Shared
 from experiential.bank.protocol import Bank, Queue, TextEmbedder
 from experiential.bank.records import (
     Asked,
+    Changed,
     Commit,
+    Difference,
     Duplicates,
     EpisodeSummary,
     Explanation,
@@ -337,6 +339,29 @@ class FolderBank(StateReader, Bank, Shared):
         statistics = {**self._state.statistics, **now}
         return BankView(commit, self._history.live(commit), statistics, self.embedder)
 
+    def diff(self, a: int, b: int) -> Difference:
+        for commit in (a, b):
+            self._check_commit(commit)
+        versions = [
+            (self._then(id, old), self._then(id, new))
+            for id, old, new in self._history.touched(min(a, b), max(a, b))
+        ]
+        pairs = versions if a <= b else [(new, old) for old, new in versions]
+        return Difference(
+            added=tuple(new for old, new in pairs if old is None and new is not None),
+            removed=tuple(old for old, new in pairs if new is None and old is not None),
+            changed=tuple(
+                Changed(old=old, new=new)
+                for old, new in pairs
+                if old is not None and new is not None and old.version != new.version
+            ),
+        )
+
+    def _then(self, id: str, version: int | None) -> Experience | None:
+        """Return an entry version as `at` shows it."""
+        stored = None if version is None else self._history.stored(id, version)
+        return None if stored is None else self.read(stored.experience)
+
     def ids(self) -> list[str]:
         """Return the ids of all entries there ever were, and of all recorded trajectories."""
         return self._history.ids()
@@ -555,17 +580,26 @@ class FolderBank(StateReader, Bank, Shared):
         self._check_writable()
         self._check_commit(commit)
         with self._lock:
-            wanted = {stored.experience.id: stored for stored in self._history.live(commit)}
+            before = self.head
+            touched = [
+                (id, None if wanted is None else self._history.stored(id, wanted))
+                for id, wanted, now in self._history.touched(commit, before)
+                if wanted != now
+            ]
+            gone = {id for id, _ in touched if id not in self._state.entries}
             with self._draft("human", "rollback", ref=str(commit)) as draft:
-                for id in [id for id in self._state.entries if id not in wanted]:
-                    draft.remove(id)
-                for id, stored in wanted.items():
-                    live = draft.entries.get(id)
-                    if live is None or live.experience.version != stored.experience.version:
+                for id, stored in touched:
+                    if stored is None and id not in gone:
+                        draft.remove(id)
+                for id, stored in touched:
+                    if stored is not None:
                         draft.point(id, stored)
-            # in the order in which they would be read back
-            self._state.entries = {id: self._state.entries[id] for id in wanted}
-            return self.commits()[-1]
+            if gone:  # came back: in the order in which they would be read back
+                entries = self._state.entries
+                self._state.entries = {
+                    id: entries[id] for id in self._history.born() if id in entries
+                }
+            return self._history.commits(before)[-1]
 
     def record(self, trajectory: Trajectory) -> bool:
         self._check_writable()

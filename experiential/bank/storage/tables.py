@@ -49,6 +49,22 @@ _LATEST = """
         WHERE namespace = ? AND commit_id <= ? GROUP BY id) m ON c.seq = m.seq
     JOIN versions v ON v.namespace = c.namespace AND v.id = c.id AND v.version = c.version
     ORDER BY m.born"""
+_TOUCHED = """
+    WITH bounds AS (SELECT
+        COALESCE((SELECT seq FROM changes WHERE namespace = ?1 AND commit_id <= ?2
+            ORDER BY seq DESC LIMIT 1), 0) AS low,
+        COALESCE((SELECT seq FROM changes WHERE namespace = ?1 AND commit_id <= ?3
+            ORDER BY seq DESC LIMIT 1), 0) AS high)
+    SELECT t.id,
+        (SELECT version FROM changes, bounds WHERE namespace = ?1 AND id = t.id AND seq <= low
+            ORDER BY seq DESC LIMIT 1),
+        (SELECT version FROM changes, bounds WHERE namespace = ?1 AND id = t.id AND seq <= high
+            ORDER BY seq DESC LIMIT 1)
+    FROM (SELECT DISTINCT id FROM changes, bounds
+        WHERE namespace = ?1 AND seq > low AND seq <= high) t
+    ORDER BY (SELECT MIN(seq) FROM changes WHERE namespace = ?1 AND id = t.id)"""
+# Positions grow with commits, so only changes since the earlier commit are looked at.
+_BORN = "SELECT id FROM changes WHERE namespace = ? GROUP BY id ORDER BY MIN(seq)"
 _LIVE_COUNT = """
     SELECT COUNT(*) FROM changes c
     JOIN (SELECT MAX(seq) AS seq FROM changes WHERE namespace = ? GROUP BY id) m ON c.seq = m.seq
@@ -132,6 +148,17 @@ class History:
         """Return all entries as they stood after ``commit``, oldest first."""
         return [_stored(row) for row in self._journal.rows(_LATEST, self._namespace, commit)]
 
+    def touched(self, a: int, b: int) -> list[tuple[str, int | None, int | None]]:
+        """Return the entries changed after commit ``a`` and up to ``b``, oldest first.
+
+        Each with its live version at ``a`` and at ``b``, None where it had none.
+        """
+        return self._journal.rows(_TOUCHED, self._namespace, a, b)
+
+    def born(self) -> list[str]:
+        """Return the ids of all entries there ever were in the order of `live`."""
+        return [row[0] for row in self._journal.rows(_BORN, self._namespace)]
+
     def live_count(self) -> int:
         """Return the number of live entries."""
         return self._journal.value(_LIVE_COUNT, self._namespace)
@@ -199,12 +226,12 @@ class History:
         """Record one fact about this namespace."""
         self._journal.insert("meta", self._namespace, key, value, verb="INSERT OR REPLACE")
 
-    def commits(self) -> list[Commit]:
-        """Return every commit, oldest first."""
+    def commits(self, after: int = 0) -> list[Commit]:
+        """Return every commit after one, oldest first."""
         statement = "SELECT id, time, author, cause, ref FROM commits"
-        statement += " WHERE namespace = ? ORDER BY id"
+        statement += " WHERE namespace = ? AND id > ? ORDER BY id"
         names = ("id", "time", "author", "cause", "ref")
-        rows = self._journal.rows(statement, self._namespace)
+        rows = self._journal.rows(statement, self._namespace, after)
         return [Commit(**dict(zip(names, row, strict=True))) for row in rows]
 
     def log(self, id: str | None = None) -> list[LogEntry]:
