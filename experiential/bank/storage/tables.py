@@ -49,21 +49,25 @@ _LATEST = """
         WHERE namespace = ? AND commit_id <= ? GROUP BY id) m ON c.seq = m.seq
     JOIN versions v ON v.namespace = c.namespace AND v.id = c.id AND v.version = c.version
     ORDER BY m.born"""
+# Positions grow with commits, so only changes since the earlier commit are looked at. The + keeps
+# SQLite from an index over all entries.
 _TOUCHED = """
     WITH bounds AS (SELECT
-        COALESCE((SELECT seq FROM changes WHERE namespace = ?1 AND commit_id <= ?2
+        COALESCE((SELECT seq FROM changes WHERE +namespace = ?1 AND commit_id <= ?2
             ORDER BY seq DESC LIMIT 1), 0) AS low,
-        COALESCE((SELECT seq FROM changes WHERE namespace = ?1 AND commit_id <= ?3
+        COALESCE((SELECT seq FROM changes WHERE +namespace = ?1 AND commit_id <= ?3
             ORDER BY seq DESC LIMIT 1), 0) AS high)
     SELECT t.id,
-        (SELECT version FROM changes, bounds WHERE namespace = ?1 AND id = t.id AND seq <= low
+        (SELECT version FROM changes WHERE namespace = ?1 AND id = t.id
+            AND seq <= (SELECT low FROM bounds)
             ORDER BY seq DESC LIMIT 1),
-        (SELECT version FROM changes, bounds WHERE namespace = ?1 AND id = t.id AND seq <= high
+        (SELECT version FROM changes WHERE namespace = ?1 AND id = t.id
+            AND seq <= (SELECT high FROM bounds)
             ORDER BY seq DESC LIMIT 1)
-    FROM (SELECT DISTINCT id FROM changes, bounds
-        WHERE namespace = ?1 AND seq > low AND seq <= high) t
+    FROM (SELECT DISTINCT id FROM changes
+        WHERE +namespace = ?1 AND seq > (SELECT low FROM bounds)
+        AND seq <= (SELECT high FROM bounds)) t
     ORDER BY (SELECT MIN(seq) FROM changes WHERE namespace = ?1 AND id = t.id)"""
-# Positions grow with commits, so only changes since the earlier commit are looked at.
 _BORN = "SELECT id FROM changes WHERE namespace = ? GROUP BY id ORDER BY MIN(seq)"
 _LIVE_COUNT = """
     SELECT COUNT(*) FROM changes c
