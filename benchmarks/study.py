@@ -537,8 +537,11 @@ def rows(
             played = [cell for cell in mine if cell.recipe == recipe.recipe]
             row = _row(recipe, played, base) | {"chance": round(blind, 4)}
             used = [arm for cell in played for arm in cell.arms if arm.arm == row["used_arm"]]
-            rivals = (known or {}).get(environment) or trained_baselines(all_there)
-            found.append(row | against(used, rivals))
+            rivals = (known or {}).get(environment)
+            found.append(
+                row
+                | (against(used, rivals) if rivals else against_trained(used, trained(all_there)))
+            )
     return found
 
 
@@ -548,16 +551,31 @@ def compared_arm(environment: str, cells: Sequence[Cell]) -> Arm:
     return arm if arm in {cell.arm for cell in cells} and arm else used_arm(cells)
 
 
-def trained_baselines(cells: Sequence[StudyCell]) -> dict[str, np.ndarray]:
-    """Return success of the recipes without a model as extractor, shape (seeds, worlds)."""
-    found: dict[str, list[np.ndarray]] = {}
+def trained(cells: Sequence[StudyCell]) -> dict[str, list[Cell]]:
+    """Return the cells of the recipes without a model as extractor, by recipe and environment."""
+    found: dict[str, list[Cell]] = {}
     for cell in cells:
         if cell.recipe in WITHOUT_EXTRACTOR:
             arm = compared_arm(cell.environment, cell.arms)
             found.setdefault(f"{cell.recipe}, {arm} ({cell.environment})", []).extend(
-                played.later() for played in cell.arms if played.arm == arm
+                played for played in cell.arms if played.arm == arm
             )
-    return {name: np.array(seeds) for name, seeds in found.items()}
+    return found
+
+
+def against_trained(cells: Sequence[Cell], rivals: Mapping[str, Sequence[Cell]]) -> dict[str, Any]:
+    """Return the columns of `against` for baselines trained with the same seeds, paired by them."""
+    rates = {name: np.array([cell.later() for cell in rivals[name]]) for name in rivals}
+    best = max(rates, key=lambda name: rates[name].mean(), default=None)
+    found = recipe_difference(cells, rivals[best]) if best is not None else None
+    return (
+        {"best_baseline": best}
+        | _columns(
+            "best_baseline_success",
+            None if best is None else clustered_mean(rates[best], bounds=RATE),
+        )
+        | _columns("minus_best_baseline", found["interval"] if found else None)
+    )
 
 
 def against(cells: Sequence[Cell], known: Mapping[str, np.ndarray]) -> dict[str, Any]:

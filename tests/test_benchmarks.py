@@ -154,6 +154,30 @@ def test_the_study_compares_with_the_best_baseline_on_as_many_worlds(
     assert study.rows(cells)[0]["best_baseline"] is None
 
 
+def test_the_study_compares_the_frozen_bank_with_baselines_trained_beside_it() -> None:
+    """The best of them stands in the other environment, and both have the seeds 0 and 1."""
+    law, note = "vault-law", "vault-law-note"
+    cells = [
+        study_cell(recipe, seed, shares, place)
+        for recipe, place, shares in (
+            ("grpo", law, {"off": 0.2}),
+            ("complementary", law, {"off": 0.2, "on": 0.5, "frozen": 0.9}),
+            ("template", law, {"off": 0.2, "on": 1.0, "frozen": 0.3}),
+            ("history", note, {"off": 0.2, "on": 0.4, "frozen": 0.6}),
+        )
+        for seed in (0, 1)
+    ]
+    rows = {row["recipe"]: row for row in study.rows(cells)}
+    assert rows["complementary"]["best_baseline"] == f"history, frozen ({note})"
+    for recipe, over_grpo, over_best in (
+        ("complementary", 0.7, 0.3),
+        ("template", 0.1, -0.3),
+        ("history", 0.4, 0.0),
+    ):
+        assert rows[recipe]["minus_grpo"] == pytest.approx(over_grpo)
+        assert rows[recipe]["minus_best_baseline"] == pytest.approx(over_best)
+
+
 def test_the_study_writes_tables_and_a_picture(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
