@@ -196,7 +196,7 @@ def ratio(seconds: dict[str, list[float]]) -> dict[str, float]:
 def measure_steps(name: str, model: str, further: list[str]) -> dict[str, Any]:
     """Measure the processor's seconds per training step of every run in `STEPS`."""
     env = ENVIRONMENTS[name][0]
-    common = [f"model.name={model}", f"env={env.model_dump_json(exclude_unset=True)}", *further]
+    common = [f"model.name={model}", f"env={env.model_dump_json()}", *further]
     common += [f"run.steps={STEPS_SKIPPED + STEPS_COUNTED}", "run.minutes=null", "run.drain=true"]
     common += ["run.checkpoint_every=0", "eval.before=false", "eval.after=false"]
     seconds: dict[str, list[float]] = {run: [] for run in STEPS}
