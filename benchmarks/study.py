@@ -533,25 +533,24 @@ def rows(
         beside = (environment, *ENVIRONMENTS[environment].beside)
         all_there = [cell for cell in cells if cell.environment in beside]
         base = [arm for cell in all_there if cell.recipe == RECIPES[0] for arm in cell.arms]
+        rivals = {} if environment in (known or {}) else trained_baselines(all_there)
         for recipe in card.recipes:
             played = [cell for cell in mine if cell.recipe == recipe.recipe]
             row = _row(recipe, played, base) | {"chance": round(blind, 4)}
             used = [arm for cell in played for arm in cell.arms if arm.arm == row["used_arm"]]
-            rivals = (known or {}).get(environment)
-            found.append(
-                row
-                | (against(used, rivals) if rivals else against_trained(used, trained(all_there)))
-            )
+            found.append(row | against(used, (known or {}).get(environment, {}), rivals))
     return found
 
 
 def compared_arm(environment: str, cells: Sequence[Cell]) -> Arm:
     """Return the arm in which a recipe is compared: the environment's, where it was played."""
     arm = ENVIRONMENTS[environment].arm
-    return arm if arm in {cell.arm for cell in cells} and arm else used_arm(cells)
+    if arm is None or all(cell.arm != arm for cell in cells):
+        return used_arm(cells)
+    return arm
 
 
-def trained(cells: Sequence[StudyCell]) -> dict[str, list[Cell]]:
+def trained_baselines(cells: Sequence[StudyCell]) -> dict[str, list[Cell]]:
     """Return the cells of the recipes without a model as extractor, by recipe and environment."""
     found: dict[str, list[Cell]] = {}
     for cell in cells:
@@ -563,34 +562,26 @@ def trained(cells: Sequence[StudyCell]) -> dict[str, list[Cell]]:
     return found
 
 
-def against_trained(cells: Sequence[Cell], rivals: Mapping[str, Sequence[Cell]]) -> dict[str, Any]:
-    """Return the columns of `against` for baselines trained with the same seeds, paired by them."""
-    rates = {name: np.array([cell.later() for cell in rivals[name]]) for name in rivals}
-    best = max(rates, key=lambda name: rates[name].mean(), default=None)
-    found = recipe_difference(cells, rivals[best]) if best is not None else None
-    return (
-        {"best_baseline": best}
-        | _columns(
-            "best_baseline_success",
-            None if best is None else clustered_mean(rates[best], bounds=RATE),
-        )
-        | _columns("minus_best_baseline", found["interval"] if found else None)
-    )
+def against(
+    cells: Sequence[Cell],
+    known: Mapping[str, np.ndarray],
+    rivals: Mapping[str, Sequence[Cell]],
+) -> dict[str, Any]:
+    """Return the columns that compare a recipe, as it is compared, with the best baseline.
 
-
-def against(cells: Sequence[Cell], known: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return the columns that compare a recipe, as it is used, with the best baseline.
-
-    The best one is chosen on the very worlds on which it is compared, which favours it. Training
-    seeds are resampled apart, worlds together.
+    The best one is chosen on the very worlds on which it is compared, which favours it. Worlds are
+    resampled together; training seeds are paired with those of ``rivals``, and resampled apart for
+    ``known``.
     """
     mine = np.array([cell.later() for cell in cells])
-    same = [name for name, table in known.items() if table.shape[1] == mine.shape[1]]
-    best = max(same, key=lambda name: known[name].mean(), default=None)
+    rates = {name: np.array([cell.later() for cell in made]) for name, made in rivals.items()}
+    rates |= {name: rate for name, rate in known.items() if rate.shape[1] == mine.shape[1]}
+    best = max(rates, key=lambda name: rates[name].mean(), default=None)
     interval, difference = None, None
     if best is not None:
-        interval = clustered_mean(known[best], bounds=RATE)
-        difference = unpaired_difference(mine, known[best])
+        interval = clustered_mean(rates[best], bounds=RATE)
+        paired = recipe_difference(cells, rivals[best]) if best in rivals else None
+        difference = paired["interval"] if paired else unpaired_difference(mine, rates[best])
     return (
         {"best_baseline": best}
         | _columns("best_baseline_success", interval)
