@@ -76,6 +76,21 @@ RECIPES = (
 )
 """The recipes compared; the others are paired with the first."""
 
+VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "complementary-diverse": ("complementary", ("bank.retrieval.strategy=diverse",)),
+    "complementary-merge": ("complementary", ("bank.merge_every=5",)),
+    "complementary-no-kl": ("complementary", ("extractor.kl=0.0",)),
+    "complementary-no-weight": (
+        "complementary",
+        ("extractor.options.cooldown=0", "extractor.options.decay=0.0"),
+    ),
+    "complementary-per-group-2": ("complementary", ("extractor.per_group=2",)),
+    "complementary-search-and-ask": ("complementary", ("actor.search_and_ask=1",)),
+}
+"""Recipes with one setting changed, by the name that their cells have: (recipe, settings)."""
+ABLATIONS = ("complementary-all-guided", "complementary-critic", "complementary-pooled", *VARIANTS)
+"""Compared with ``complementary`` where it needs the bank of its training."""
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -140,7 +155,7 @@ ENVIRONMENTS["vault-law-note"] = replace(
     training=(
         *ENVIRONMENTS["vault-law"].training, "actor.options.system=Do what the note says."
     ),
-    recipes=("static-online", "complementary", "template", "history"),
+    recipes=("static-online", "complementary", "template", "history", *ABLATIONS),
     beside=("vault-law",),
 )  # fmt: skip
 # Above, the comment on each move is in every observation; here neither method reads it.
@@ -154,8 +169,6 @@ ALL = (
     "model.threads=1",
 )  # fmt: skip
 """Settings of every run; with run.drain the same cell twice gives the same outcomes."""
-OVERRIDES: dict[tuple[str, str], tuple[str, ...]] = {}
-"""Further settings of one recipe in one environment, by (environment, recipe)."""
 WITHOUT_EXTRACTOR = ("template", "history")
 """Recipes whose entries a function writes: the baselines of an environment without others."""
 DEMONSTRATIONS = {"evolver": 300}
@@ -211,8 +224,13 @@ def overrides_of(environment: str, recipe: str, seed: int) -> list[str]:
         f"seed={seed}",
         *setup.training,
         *setup.curve,
-        *OVERRIDES.get((environment, recipe), ()),
+        *recipe_of(recipe)[1],
     ]
+
+
+def recipe_of(name: str) -> tuple[str, tuple[str, ...]]:
+    """Return the recipe that a name of the study stands for, and the settings changed in it."""
+    return VARIANTS.get(name, (name, ()))
 
 
 def play_cell(
@@ -228,9 +246,8 @@ def play_cell(
         more: settings changed for all runs of the study, to try it small.
     """
     overrides = [*overrides_of(environment, recipe, seed), *more]
-    experiment = load_experiment(
-        recipe, [*overrides, *cold_start(recipe, overrides, seed, scratch)]
-    )
+    base, _ = recipe_of(recipe)
+    experiment = load_experiment(base, [*overrides, *cold_start(base, overrides, seed, scratch)])
     begin = time.perf_counter()
     # The final arms play with the policies as trained, so these outlive the run.
     with closing(build_runtime(experiment)) as runtime:
@@ -252,7 +269,7 @@ def play_cell(
             recipe=recipe,
             seed=seed,
             commit=commit(),
-            settings=settings_digest(load_experiment(recipe, overrides), seed=False),
+            settings=settings_digest(load_experiment(base, overrides), seed=False),
             overrides=tuple(overrides),
             steps=summary["steps"],
             episodes=sum(
@@ -267,7 +284,10 @@ def play_cell(
             },
             arms=tuple(
                 final_cells(
-                    trainer, environment, [*ENVIRONMENTS[environment].final, *more], scratch
+                    trainer,
+                    f"{environment}/{recipe}",
+                    [*overrides, *ENVIRONMENTS[environment].final, *more],
+                    scratch,
                 )
             ),
         )
@@ -286,13 +306,17 @@ def cold_start(recipe: str, overrides: Sequence[str], seed: int, scratch: Path) 
 
 
 def final_cells(
-    trainer: Trainer, environment: str, changed: Sequence[str], scratch: Path
+    trainer: Trainer, family: str, overrides: Sequence[str], scratch: Path
 ) -> Iterator[Cell]:
-    """Play the trained pair under every arm that it can play, without loading its weights."""
-    final = load_experiment(
-        trainer.experiment.recipe,
-        [*overrides_of(environment, trainer.experiment.recipe, 0), *changed],
-    )
+    """Play the trained pair under every arm that it can play, without loading its weights.
+
+    Args:
+        trainer: that ran.
+        family: environment/recipe, by the names of the study.
+        overrides: settings of the training, and after them those of this evaluation.
+        scratch: a folder for it.
+    """
+    final = load_experiment(trainer.experiment.recipe, overrides)
     experiment = trainer.experiment.model_copy(update={"eval": final.eval})
     checkpoint, manifest = CheckpointStore(trainer.output / "checkpoints").latest()
     evaluation = Trainer(
@@ -300,12 +324,17 @@ def final_cells(
         scratch / "evaluation",
         runtimes=(trainer.actor, trainer.extractor),
     )
-    recipe, seed = experiment.recipe, experiment.seed
+    environment, recipe = family.split("/")
+    seed = experiment.seed
     for event in asyncio.run(evaluation.aevaluate(checkpoint, manifest)):
         made = cell_of(event, f"{recipe}-{seed}", experiment, checkpoint="")
-        family = f"{environment}/{recipe}"
         yield made.model_copy(
-            update={"family": family, "settings": f"{family}/{seed}", "environment": environment}
+            update={
+                "family": family,
+                "settings": f"{family}/{seed}",
+                "environment": environment,
+                "recipe": recipe,
+            }
         )
 
 
@@ -374,7 +403,8 @@ def check(cells: Sequence[tuple[str, str, int]], more: Sequence[str]) -> None:
         ConfigError: a recipe or a setting does not exist.
     """
     for environment, recipe, seed in cells:
-        load_experiment(recipe, [*overrides_of(environment, recipe, seed), *more])
+        base, _ = recipe_of(recipe)
+        load_experiment(base, [*overrides_of(environment, recipe, seed), *more])
 
 
 def run(
@@ -789,6 +819,31 @@ def orderings(cells: Sequence[StudyCell]) -> str:
     )
 
 
+def ablations(cells: Sequence[StudyCell]) -> str:
+    """Lay out what ``complementary`` loses or gains by each change; empty where none was made."""
+    body: list[list[str]] = []
+    for place, name in dict.fromkeys((cell.environment, cell.recipe) for cell in cells):
+        if name not in ABLATIONS:
+            continue
+        made, base = (
+            [cell for cell in cells if (cell.environment, cell.recipe) == (place, recipe)]
+            for recipe in (name, "complementary")
+        )
+        arm = compared_arm(place, [one for cell in made for one in cell.arms])
+        changed, whole = (
+            [one for cell in some for one in cell.arms if one.arm == arm] for some in (made, base)
+        )
+        if not base or (found := recipe_difference(changed, whole)) is None:
+            continue
+        rate = clustered_mean(np.array([cell.later() for cell in changed]), bounds=RATE)
+        body.append(
+            [place, f"`{name}`", arm, show_percent(rate)]
+            + [show_points(found["interval"]), str(found["seeds"])]
+        )
+    head = ["environment", "recipe", "arm", "success", "minus `complementary`, points", "seeds"]
+    return f"## Ablations\n\n{_table(head, body)}\n" if body else ""
+
+
 def _interval(row: dict[str, Any], name: str) -> Interval | None:
     return (
         None
@@ -875,7 +930,7 @@ def table(results: Path) -> None:
         writer = csv.DictWriter(file, list(found[0]))
         writer.writeheader()
         writer.writerows(found)
-    text = f"{markdown(found)}\n{orderings(cells)}"
+    text = "\n".join(filter(None, (markdown(found), orderings(cells), ablations(cells))))
     (results / "table.md").write_text(text, encoding="utf-8")
     plot(cells, results / "curves.png")
     say(text)

@@ -239,6 +239,22 @@ def test_orderings_are_held_reversed_or_open_by_the_paired_interval(finished: Pa
     )
 
 
+def test_the_study_subtracts_the_whole_recipe_from_each_ablation_in_the_compared_arm() -> None:
+    shares = {"complementary": 0.8, "complementary-pooled": 0.5, "static-online": 0.2}
+    cells = [
+        study_cell(recipe, seed, {"off": 0.1, "frozen": share, "on": 0.9}, "vault-law-note")
+        for recipe, share in shares.items()
+        for seed in (0, 1)
+    ]
+    shown = study.ablations(cells)
+    row = "| vault-law-note | `complementary-pooled` | frozen | 50 % ["
+    assert row in shown
+    assert "| -30 [" in shown
+    assert "static-online" not in shown
+    assert study.ablations(cells[:2]) == ""
+    assert study.recipe_of("complementary-no-kl") == ("complementary", ("extractor.kl=0.0",))
+
+
 def test_an_ordering_over_a_recipe_below_chance_must_beat_chance() -> None:
     shares = {"grpo": {"off": 0.1}, "erl": {"off": 0.9}}
     assert found_verdicts(shares)["erl", "grpo", "frozen"].verdict == "holds"
