@@ -57,6 +57,14 @@ REMOVED = {
     "bank.trust_after": _EVIDENCE,
     "bank.provisional_share": _EVIDENCE,
     "bank.chroma": "it is bank.store now",
+    "bank.text_limit": "it is bank.options.text_limit now",
+    "bank.retrieval.diversity": "it is bank.options.retrieval.diversity now",
+    "actor.length_norm": "it is actor.options.length_norm now",
+    "actor.discount": "it is actor.options.discount now",
+    "actor.correction_cap": "it is actor.options.correction_cap now",
+    "extractor.principles": "it is extractor.options.principles now",
+    "cluster.actor.enforce_eager": "it is cluster.actor.vllm.enforce_eager now",
+    "cluster.extractor.enforce_eager": "it is cluster.extractor.vllm.enforce_eager now",
     "model.prefix_cache_tokens": _STATES,
     "extractor_model.prefix_cache_tokens": _STATES,
 }
@@ -203,7 +211,7 @@ class OptimSettings(Options):
 
 
 class ActorOptions(Options):
-    """Configure the prompts and the sampling of the acting agent."""
+    """Configure the prompts and the sampling of the acting agent, and rare parts of its loss."""
 
     history: int | None = Field(default=None, ge=0)
     """past turns kept in the prompt; None keeps all"""
@@ -217,6 +225,12 @@ class ActorOptions(Options):
     """system message in place of the prompt set's; None keeps that"""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """nucleus sampling"""
+    length_norm: PositiveInt = 256
+    """tokens that a trajectory's sum is divided by, with aggregate: constant"""
+    discount: float = Field(default=1.0, gt=0.0, le=1.0)
+    """discount of later rewards, with credit: turn"""
+    correction_cap: PositiveFloat = 2.0
+    """greatest weight of a correction"""
 
 
 class ActorSettings(Settings):
@@ -236,15 +250,11 @@ class ActorSettings(Settings):
     loss: str = "ppo"
     """policy loss: ppo, cispo, or one of yours (docs/extending.md)"""
     aggregate: Literal["sequence", "token", "constant"] = "sequence"
-    """mean over each trajectory's tokens; all tokens equally; sum over length_norm"""
-    length_norm: PositiveInt = 256
-    """tokens that a trajectory's sum is divided by, with aggregate: constant"""
+    """mean over each trajectory's tokens; all tokens equally; sum over options.length_norm"""
     drop_constant: bool = False
     """dynamic filtering: groups (or halves) with equal rewards take no weight"""
     credit: Literal["trajectory", "turn"] = "trajectory"
     """one advantage for a trajectory, or one per turn from the rewards that still follow it"""
-    discount: float = Field(default=1.0, gt=0.0, le=1.0)
-    """discount of later rewards, with credit: turn"""
     clip_low: PositiveFloat = 0.2
     clip_high: PositiveFloat = 0.2
     ratio: Ratio = "token"
@@ -252,8 +262,6 @@ class ActorSettings(Settings):
     mean (GSPO), which keeps its size at any length and wants clips of about 3e-4"""
     correction: Correction = "none"
     """truncated importance weights from the sampler to the trainer (docs/methods.md)"""
-    correction_cap: PositiveFloat = 2.0
-    """such a weight is at most this"""
     kl: NonNegativeFloat = 0.0
     """weight of KL(policy || reference), k3 estimator"""
     epochs: PositiveInt = 1
@@ -272,7 +280,7 @@ class ActorSettings(Settings):
     optim: OptimSettings = OptimSettings(lr=3e-4)
     """options of AdamW"""
     options: ActorOptions = ActorOptions()
-    """further options of ActorAgent"""
+    """further options of ActorAgent and of the loss"""
 
 
 class ExtractorOptions(Options):
@@ -296,6 +304,8 @@ class ExtractorOptions(Options):
     """the importance ratio is at least 1 - eps_low"""
     eps_high: float = 0.1
     """the importance ratio is at most 1 + eps_high"""
+    principles: bool = False
+    """distil guiding and cautionary principles with triples, as EvolveR does"""
 
 
 class ExtractorSettings(Settings):
@@ -325,8 +335,6 @@ class ExtractorSettings(Settings):
     max_lag: NonNegativeInt = 2
     """training steps that distillation may fall behind before rollouts wait for it"""
     max_operations: PositiveInt = 3
-    principles: bool = False
-    """distil guiding and cautionary principles with triples, as EvolveR does"""
     temperature: PositiveFloat = 1.0
     max_tokens: PositiveInt = 96
     optim: OptimSettings = OptimSettings(lr=3e-4)
@@ -343,8 +351,6 @@ class RetrievalSettings(Settings):
     """diverse (eq. 6), evidence, nearest, random, recent, an entry point or module:attribute"""
     pool: PositiveInt = 4
     """N: candidate sets of size K that are oversampled"""
-    diversity: NonNegativeFloat = 0.4
-    """lambda of eq. 6"""
     floor: float = Field(default=0.3, ge=-1.0, le=1.0)
     """cosine below which nothing is returned"""
     tie: NonNegativeFloat = 0.001
@@ -364,8 +370,6 @@ class BankSettings(Settings):
     """index of a large bank: 'chroma', address of a Chroma server, 'faiss', 'exact' (in memory), an
     entry point or module:attribute; None keeps it where it was, at first 'chroma'"""
     retrieval: RetrievalSettings = RetrievalSettings()
-    text_limit: PositiveInt = 2000
-    """characters that the text of an entry may have"""
     merge_every: NonNegativeInt = 5
     """actor updates between merges; 0 never merges"""
     dedupe_every: NonNegativeInt = 0
@@ -404,10 +408,8 @@ class PolicyClusterSettings(Settings):
     gradient_checkpointing: bool = False
     offload_optimizer: bool = False
     """keep the optimiser's state in the memory of the machine"""
-    enforce_eager: bool = False
-    """no CUDA graphs in vLLM: slower, starts sooner"""
     vllm: dict[str, Any] = {}
-    """further arguments of vLLM's engine, e.g. {max_num_seqs: 64, kv_cache_dtype: fp8}"""
+    """further arguments of vLLM's engine, e.g. {max_num_seqs: 64, enforce_eager: true}"""
 
 
 class ClusterSettings(Settings):

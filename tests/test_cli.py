@@ -300,7 +300,7 @@ class TestUserErrors:
                 "extractor.options.decay to be a valid number, got 'half'",
             ),
             ("bank.options.capp=500", "did you mean 'cap'?"),
-            ("bank.options.text_limit=9", "set bank.text_limit"),
+            ("bank.options.keep=9", "set bank.keep"),
             ("bank.options.cap=many", "cap='many'"),
             ("bank.options.retrieval.hybird=0.3", "did you mean 'hybrid'?"),
             ("bank.options.retrieval=0.3", "bank.options.retrieval to be a mapping, as"),

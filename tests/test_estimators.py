@@ -116,7 +116,9 @@ def test_how_tokens_add_up() -> None:
     # every one of the 8 tokens counts 1/8
     assert weights(aggregate="token") == pytest.approx([1 / 8, 3 / 8])
     # every token counts 1/4 of 1/10
-    assert weights(aggregate="constant", length_norm=10) == pytest.approx([1 / 40, 3 / 40])
+    assert weights(aggregate="constant", options={"length_norm": 10}) == pytest.approx(
+        [1 / 40, 3 / 40]
+    )
 
 
 def test_groups_that_teach_nothing_may_be_left_out_of_the_weights() -> None:

@@ -762,9 +762,8 @@ class TestEngineArguments:
         from experiential.training.openrlhf.parts import engine_options
 
         changes = [
-            "cluster.actor.enforce_eager=true",
             "cluster.actor.tensor_parallel=2",
-            "cluster.actor.vllm={max_num_seqs: 64, kv_cache_dtype: fp8}",
+            "cluster.actor.vllm={max_num_seqs: 64, kv_cache_dtype: fp8, enforce_eager: true}",
         ]
         cluster = load_experiment("complementary-7b", changes).cluster
         asked = engine_options("model", cluster.actor, seed=7, sleeps=False)

@@ -18,8 +18,8 @@ from experiential.bank.bank import ExperienceBank
 from experiential.bank.folder import FolderBank
 from experiential.bank.index.embed import HashingEmbedder
 from experiential.bank.manager import ExperienceManager
+from experiential.bank.options import ManagerOptions
 from experiential.bank.text import TEXT_LIMIT, Gate, canonical, clean, disarm
-from experiential.config import BankSettings
 from experiential.errors import BankError, ConfigError
 from experiential.types import (
     Add,
@@ -275,7 +275,7 @@ def test_a_manager_embeds_what_is_written_and_nothing_else(bank: FolderBank) -> 
 
 def test_too_long_a_text_is_refused_and_never_cut(bank: FolderBank, tmp_path: Path) -> None:
     limit = bank.text_limit
-    assert limit == BankSettings().text_limit == 2000
+    assert limit == ManagerOptions().text_limit == 2000
     entry = bank.add("x" * limit)
     for call in (
         lambda: bank.add("x" * (limit + 1)),

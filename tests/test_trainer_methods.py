@@ -185,7 +185,7 @@ def test_per_turn_credit_trains(tmp_path: Path) -> None:
         tmp_path,
         "grpo",
         "actor.credit=turn",
-        "actor.discount=0.9",
+        "actor.options.discount=0.9",
         "eval.before=false",
         "eval.after=false",
         "run.steps=4",

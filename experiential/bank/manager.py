@@ -139,7 +139,8 @@ class ExperienceManager(Shared):
             )
         self.bank = bank
         self.settings = bank_settings(options)
-        if "text_limit" in options and (limit := self.settings.text_limit) != bank.text_limit:
+        limit = self.settings.text_limit
+        if "text_limit" in self.settings.model_fields_set and limit != bank.text_limit:
             if not isinstance(bank, FolderBank):
                 raise BankError(
                     "Expected the limit of texts to be set where the bank is written, at the"

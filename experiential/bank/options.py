@@ -15,6 +15,7 @@ from pydantic import (
 )
 
 from experiential.bank.records import LEASE_SECONDS, Policy
+from experiential.bank.text import TEXT_LIMIT
 from experiential.config import REMOVED, BankSettings, RetrievalSettings
 from experiential.errors import ConfigError
 from experiential.plugins import did_you_mean
@@ -26,6 +27,8 @@ class RetrievalOptions(RetrievalSettings):
     strategy: str = "evidence"
     """as in a recipe, where it is diverse (eq. 6): that of the papers"""
 
+    diversity: NonNegativeFloat = 0.4
+    """lambda of eq. 6"""
     recency: NonNegativeInt = 8
     """window of the recency penalty, in retrievals; 0 turns it off"""
     hybrid: float = Field(default=0.0, ge=0.0, le=1.0)
@@ -52,6 +55,8 @@ class ManagerOptions(BankSettings):
     retrieval: RetrievalOptions = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
         default_factory=RetrievalOptions
     )
+    text_limit: PositiveInt = TEXT_LIMIT
+    """characters that the text of an entry may have"""
     merge_chunk: int = Field(default=5, gt=1)
     """entries merged in one request"""
     queue_size: PositiveInt = 1024
@@ -92,7 +97,7 @@ def bank_settings(given: Mapping[str, Any]) -> ManagerOptions:
     """
     own = dict(given)
     further = dict(own.pop("options", None) or {})
-    for name in (*own, *further):
+    for name in sorted({*own, *further} - ManagerOptions.model_fields.keys()):
         if (replaced := REMOVED.get(f"bank.{name}")) is not None:
             raise ConfigError(f"Expected options of ExperienceManager, got {name!r}: {replaced}")
     known = sorted(ManagerOptions.model_fields.keys() - BankSettings.model_fields.keys())

@@ -50,7 +50,7 @@ class Roles:
             temperature=settings.temperature if temperature is None else temperature,
             max_tokens=settings.max_tokens,
             constrain=settings.constrain and self._actor.supports_choices,
-            **settings.options.model_dump(),
+            **settings.options.model_dump(exclude={"length_norm", "discount", "correction_cap"}),
         )
 
     def extractor(self, llm: LLM | None = None) -> Extractor:
@@ -61,7 +61,7 @@ class Roles:
             llm or self._extractor,
             prompts=prompt_set_name(self._experiment.extractor_model or self._experiment.model),
             max_operations=settings.max_operations,
-            principles=settings.principles,
+            principles=settings.options.principles,
             temperature=settings.temperature,
             top_p=settings.options.top_p,
             max_tokens=settings.max_tokens,

@@ -58,7 +58,7 @@ def actor_samples(
             # The last response gets what the episode is worth beyond its environment's rewards.
             by_turn[-1][-1] += worth - episode.trajectory.reward
         values = turn_advantages(
-            by_turn, group, cells, discount=settings.discount, estimator=estimator
+            by_turn, group, cells, discount=settings.options.discount, estimator=estimator
         )
     else:
         whole = cell_advantages(rewards, group, cells, estimator=estimator)
@@ -84,7 +84,7 @@ def actor_samples(
     if settings.aggregate == "token":
         weights = weights * (lengths / (float((weights * lengths).sum()) or 1.0))
     elif settings.aggregate == "constant":
-        weights = weights * (lengths / settings.length_norm)
+        weights = weights * (lengths / settings.options.length_norm)
     return [
         sample.weighted(float(weight))
         for own, tells, weight in zip(made, telling, weights, strict=True)

@@ -9,7 +9,7 @@ _POLICY = (
     "attention=sdpa",
     "max_length=1024",
     "gpu_memory=0.2",
-    "enforce_eager=true",
+    "vllm.enforce_eager=true",
     "micro_batch_size=8",
     "batch_size=64",
 )

@@ -16,6 +16,7 @@ import pytest
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
 from experiential.bank.protocol import Bank
+from experiential.bank.text import TEXT_LIMIT
 from experiential.config import BankSettings, ClusterSettings
 from experiential.errors import BankError, BankLockedError
 from experiential.training.metrics import read_events
@@ -196,7 +197,7 @@ def test_an_actor_that_answers_nothing_is_started_again(ray_cluster: Any, tmp_pa
 def test_the_length_of_texts_is_the_one_of_the_settings_after_a_restart_too(
     ray_cluster: Any, tmp_path: Path
 ) -> None:
-    settings = BankSettings(embedder="hashing", text_limit=30)
+    settings = BankSettings(embedder="hashing", options={"text_limit": 30})
     with BankActor(tmp_path, settings, cluster()) as actor, actor.bank() as bank:
         for _ in range(2):
             bank.add("Short enough.")
@@ -209,7 +210,7 @@ def test_the_length_of_texts_is_the_one_of_the_settings_after_a_restart_too(
 
 def test_a_manager_works_on_it(bank: ActorBank) -> None:
     entry = bank.add("The red door needs the brass key.")
-    with ExperienceManager(bank, text_limit=SETTINGS.text_limit) as manager:
+    with ExperienceManager(bank, text_limit=TEXT_LIMIT) as manager:
         assert [hit.experience.id for hit in manager.search("which key opens the red door?")] == [
             entry.id
         ]

@@ -55,7 +55,7 @@ def policy() -> Iterator[Any]:
         attention="sdpa",
         max_length=1024,
         gpu_memory=0.2,
-        enforce_eager=True,
+        vllm={"enforce_eager": True},
         micro_batch_size=1,
         batch_size=len(QUESTIONS),  # as in the preset, a batch of the extractor is one step
     )
@@ -90,7 +90,7 @@ def preset_losses() -> dict[str, LossSettings]:
             high=actor.clip_high,
             ratio=actor.ratio,
             correction=actor.correction,
-            correction_cap=actor.correction_cap,
+            correction_cap=actor.options.correction_cap,
             mini_batches=actor.mini_batches,
         ),
         "extractor": LossSettings(kind="cispo", low=options.eps_low, high=options.eps_high),

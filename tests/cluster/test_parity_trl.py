@@ -121,7 +121,10 @@ def their_loss(batch: Ragged, advantages: Tensor, **options: Any) -> tuple[Tenso
         ("grpo", {"aggregate": "sequence"}),
         ("dapo", {"aggregate": "token"}),
         ("bnpo", {"aggregate": "token"}),
-        ("dr_grpo", {"aggregate": "constant", "length_norm": LONGEST, "estimator": "dr_grpo"}),
+        (
+            "dr_grpo",
+            {"aggregate": "constant", "options": {"length_norm": LONGEST}, "estimator": "dr_grpo"},
+        ),
     ],
 )
 def test_the_clipped_loss_of_training_is_that_of_grpo_trainer(

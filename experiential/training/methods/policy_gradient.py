@@ -46,7 +46,7 @@ class PolicyGradient(Method):
             high=settings.clip_high,
             ratio=settings.ratio,
             correction=settings.correction,
-            correction_cap=settings.correction_cap,
+            correction_cap=settings.options.correction_cap,
             kl=settings.kl,
             epochs=settings.epochs,
             mini_batches=settings.mini_batches,

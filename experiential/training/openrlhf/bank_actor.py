@@ -23,6 +23,7 @@ from experiential.bank.http.client import RemoteBank
 from experiential.bank.http.connection import Connection
 from experiential.bank.http.wire import Body, Operation
 from experiential.bank.index.site import CHROMA
+from experiential.bank.options import bank_settings
 from experiential.bank.protocol import ForkableBank
 from experiential.config import BankSettings, ClusterSettings
 from experiential.errors import (
@@ -92,7 +93,8 @@ class BankHost:
             options = settings.model_dump(include={"embedder", "store"})
             open_banks = partial(Namespaces, folder, namespaces=(settings.namespace,), **options)
             self._banks = _patiently(open_banks, patience)
-            self._banks.get(settings.namespace).bank.text_limit = settings.text_limit
+            limit = bank_settings(settings.model_dump()).text_limit
+            self._banks.get(settings.namespace).bank.text_limit = limit
             failed.pop_all()
         # Only now: until then clients are refused and try again; connected, they would time out.
         listener.listen(2048)

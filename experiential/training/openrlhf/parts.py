@@ -179,7 +179,6 @@ def engine_options(
         "seed": seed,
         "max_model_len": settings.max_length,
         "gpu_memory_utilization": settings.gpu_memory,
-        "enforce_eager": settings.enforce_eager,
         "enable_prefix_caching": True,
         "enable_sleep_mode": sleeps,
         "tensor_parallel_size": settings.tensor_parallel,

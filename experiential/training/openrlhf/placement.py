@@ -39,7 +39,6 @@ _ENGINE_SETTINGS = {
     "seed": "seed",
     "max_model_len": "{key}.max_length",
     "gpu_memory_utilization": "{key}.gpu_memory",
-    "enforce_eager": "{key}.enforce_eager",
     "tensor_parallel_size": "{key}.tensor_parallel",
     "enable_sleep_mode": "cluster.share_gpus",
 }
