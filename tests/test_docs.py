@@ -16,7 +16,7 @@ import pytest
 from typer.main import get_command
 
 import experiential as xp
-from experiential.bank.options import ManagerOptions
+from experiential.bank.options import ManagerOptions, RetrievalOptions
 from experiential.cli import main, train
 from experiential.cli.examples import EXAMPLES
 from experiential.recipe import load_experiment, recipe_names, settings_reference
@@ -233,6 +233,7 @@ def test_every_row_of_the_paper_index_names_what_exists(indexed: str, cells: lis
     settings = chain(settings_reference(), settings_reference(options=True))
     known = {*recipe_names(), *(setting.key for setting in settings)}
     known |= {f"bank.options.{name}" for name in ManagerOptions.model_fields}
+    known |= {f"bank.options.retrieval.{name}" for name in RetrievalOptions.model_fields}
     parents = {key.rsplit(".", 1)[0] for key in known if "." in key}
     for name in re.findall(r"`([^`]+)`", cells[2]):
         assert name in known | parents, f"{name} is neither a recipe nor a setting"
