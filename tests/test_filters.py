@@ -13,7 +13,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -24,7 +24,7 @@ from experiential.bank.index import indexed
 from experiential.bank.index.nearest import Nearest
 from experiential.bank.protocol import Bank
 from experiential.bank.search.where import Scope, Where
-from experiential.bank.storage.tables import Live, Stored
+from experiential.bank.storage.tables import Live, LiveEntries, Stored
 from experiential.cli import main
 from experiential.types import Experience, Hit, Provenance
 from tests.test_serve import serving
@@ -221,10 +221,9 @@ def test_a_filtered_search_of_a_large_bank_misses_nothing(
     """
     query_vector = large.embedder([query])[0]
     stored = large._history.live(large.head)  # pyright: ignore[reportPrivateUsage]  (vectors have no public way out)
-    passing = [one for one in stored if Where(where).matches(one.experience)]
-    expected = sorted(
-        (round(float(one.vector @ query_vector), 4) for one in passing), reverse=True
-    )[:k]
+    passing = [Where(where).matches(one.experience) for one in stored.entries]
+    cosines = np.round(stored.vectors[passing] @ query_vector, 4)
+    expected = sorted(cosines.tolist(), reverse=True)[:k]
     before = indexed._FEW, indexed._MOST  # pyright: ignore[reportPrivateUsage]
     indexed._FEW, indexed._MOST = few, most  # pyright: ignore[reportPrivateUsage]
     try:
@@ -285,11 +284,12 @@ def unit(seed: int) -> Any:
     ),
     where=st.sampled_from([Where({"kind": "lesson"}), Where({"kind": ["warning", "fact"]})]),
 )
+@example(steps=[(0, "lesson", False), (0, None, True)], where=Where({"kind": "lesson"}))
 def test_filters_stay_true_while_entries_come_change_and_go(
     steps: list[tuple[int, str | None, bool]], where: Where
 ) -> None:
     """The filter is asked after some of the writes, so that its memory is of different ages."""
-    nearest, live = Nearest((), limit=1000), dict[str, Live]()
+    nearest, live = Nearest(LiveEntries(), limit=1000), dict[str, Live]()
     vectors = dict[str, Any]()
     for seq, (number, kind, ask) in enumerate(steps):
         id = str(number)

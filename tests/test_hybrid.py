@@ -26,7 +26,7 @@ from experiential.bank.index.nearest import Nearest
 from experiential.bank.options import RetrievalOptions
 from experiential.bank.search.strategies import Candidate, Retrievals, select
 from experiential.bank.search.where import Scope
-from experiential.bank.storage.tables import Live, Stored
+from experiential.bank.storage.tables import Live, LiveEntries, Stored
 from experiential.types import Experience, Provenance
 from tests.test_serve import serving
 
@@ -335,7 +335,7 @@ def test_words_respect_the_excluded_instance_and_the_filter(bank: FolderBank) ->
 def test_every_live_entry_is_found_once_with_its_own_share(
     steps: list[tuple[int, str | None, bool]],
 ) -> None:
-    nearest, table = Nearest((), limit=1000), dict[str, Live]()
+    nearest, table = Nearest(LiveEntries(), limit=1000), dict[str, Live]()
     rng = np.random.default_rng(0)
     for seq, (number, text, ask) in enumerate(steps):
         id = str(number)

@@ -7,6 +7,7 @@ end the transaction that every write passes through.
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import threading
 import weakref
@@ -230,16 +231,16 @@ class FolderBank(StateReader, Bank, Shared):
         self.embedder: TextEmbedder = CachedEmbedder(chosen)
         self._dimension = int(self._history.meta("dimension") or 0)
         self.head = self._history.head()
-        entries, follower = self._history.live(self.head), self._follower
+        follower = self._follower
         if follower is None:  # a read-only bank never asks the store, which belongs to the writer
+            entries = self._history.live(self.head)
             nearest = Nearest(entries, limit=len(entries))
         else:
-            nearest = Nearest(
-                entries,
-                limit=follower.pays_from if self.RESIDENT_LIMIT is None else self.RESIDENT_LIMIT,
-                replica=follower.searchable,
-                behind=self._history.last_seq() if follower.is_behind() else None,
-            )
+            limit = follower.pays_from if self.RESIDENT_LIMIT is None else self.RESIDENT_LIMIT
+            behind = self._history.last_seq() if follower.is_behind() else None
+            most = limit if behind is None else math.inf  # beyond, the store has the vectors
+            entries = self._history.live(self.head, most_vectors=most)
+            nearest = Nearest(entries, limit=limit, replica=follower.searchable, behind=behind)
         self._state = State(entries, self._ledger.statistics(), nearest)
         if follower is not None:
             follower.on_advance, follower.patience = weakly(self._settle), nearest.patience

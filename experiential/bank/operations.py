@@ -121,7 +121,7 @@ def approve(draft: Draft, id: str) -> Experience:
     live = draft.entries.get(id)
     if live is None:
         raise unknown_entry(id)
-    entry, origins = live
+    entry, origins = live.experience, live.origins
     if not entry.proposed:
         raise BankError(
             f"Expected the id of a proposed entry, got {id!r}, which is approved; list them with:"

@@ -13,7 +13,7 @@ from experiential.bank.index.embed import Vector
 from experiential.bank.index.nearest import Nearest
 from experiential.bank.protocol import TextEmbedder, View
 from experiential.bank.search.where import Scope, Scored
-from experiential.bank.storage.tables import History, Live, Stored
+from experiential.bank.storage.tables import History, Live, LiveEntries, Stored
 from experiential.errors import BankError
 from experiential.types import Experience, Provenance, Statistics, Trajectory
 
@@ -53,21 +53,23 @@ class State(Counters):
     """
 
     def __init__(
-        self, entries: Sequence[Stored], statistics: dict[str, Statistics], nearest: Nearest
+        self, entries: LiveEntries, statistics: dict[str, Statistics], nearest: Nearest
     ) -> None:
-        self.entries: dict[str, Live] = {}
+        self.entries: dict[str, Live] = dict(zip(entries.ids, entries.entries, strict=True))
         self.statistics = statistics
         self.retrieved = Counter()
         self.nearest = nearest
         self.tally = threading.Lock()
         self.unsaved: set[str] = set()
-        self._contents: defaultdict[Content, dict[str, None]] = defaultdict(dict)
-        for entry, _, origins in entries:
-            self.entries[entry.id] = Live(entry, origins)
-            self._contents[content_of(entry)][entry.id] = None
+        # The ids of the entries of each content, made when first asked for: it parses every entry.
+        self._contents: defaultdict[Content, dict[str, None]] | None = None
 
     def twin(self, content: Content) -> str | None:
-        """Return the newest live entry with exactly this content."""
+        """Return the newest live entry with exactly this content; the caller writes the bank."""
+        if self._contents is None:
+            self._contents = defaultdict(dict)
+            for id, live in self.entries.items():
+                self._contents[content_of(live.experience)][id] = None
         same = self._contents.get(content)
         return next(reversed(same)) if same else None
 
@@ -76,13 +78,16 @@ class State(Counters):
         entries = self.entries if len(changes) < 2 else dict(self.entries)
         for id, stored, _ in changes:
             old = entries.pop(id, None) if stored is None else entries.get(id)
+            if stored is not None:
+                entries[id] = Live(stored.experience, stored.origins)
+            if self._contents is None:
+                continue
             if old is not None:
                 content = content_of(old.experience)
                 self._contents[content].pop(id, None)
                 if not self._contents[content]:
                     del self._contents[content]
             if stored is not None:
-                entries[id] = Live(stored.experience, stored.origins)
                 self._contents[content_of(stored.experience)][id] = None
         self.statistics.update(statistics)
         self.entries = entries
@@ -122,14 +127,14 @@ class BankView(StateReader):
     def __init__(
         self,
         commit: int,
-        entries: Sequence[Stored],
+        entries: LiveEntries,
         statistics: dict[str, Statistics],
         embedder: TextEmbedder,
     ) -> None:
         self.commit = commit
         self._embedder = embedder
-        self._stored = list(entries)
-        self._state = State(entries, statistics, Nearest((), limit=0))
+        self._entries = entries
+        self._state = State(entries, statistics, Nearest(LiveEntries(), limit=0))
         self._nearest: Nearest | None = None
         self._lock = threading.Lock()
 
@@ -142,7 +147,7 @@ class BankView(StateReader):
         vectors = self._embedder(queries)
         with self._lock:  # the first search makes the index
             if self._nearest is None:
-                self._nearest = Nearest(self._stored, limit=len(self._stored))
+                self._nearest = Nearest(self._entries, limit=len(self._entries))
         return self._nearest.search(
             vectors, n, lambda: self._state.entries, scopes, queries if words else ()
         )

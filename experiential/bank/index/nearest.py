@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, repeat
+from operator import attrgetter
 from typing import Any, cast
 
 import numpy as np
@@ -19,7 +20,7 @@ from experiential.bank.index.follower import Replica
 from experiential.bank.index.indexed import cosines, search_indexed
 from experiential.bank.index.lexical import Found, Lexical
 from experiential.bank.search.where import Scope, Scored, Where
-from experiential.bank.storage.tables import Live, Stored
+from experiential.bank.storage.tables import Live, LiveEntries, Stored
 from experiential.types import Experience
 
 Mask = npt.NDArray[np.bool_]
@@ -40,6 +41,7 @@ Changed = tuple[str, Stored | None, int]
 """Id of an entry, its new version (None removes it), and the position in the journal."""
 Row = list[Scored[Experience]]
 # Does as ``Scored._make``, without counting the fields in Python: a batch has thousands.
+_experience: Callable[[Live], Experience] = attrgetter("experience")
 _scored: Callable[[Iterable[Any]], Scored[Any]] = partial(cast("Any", tuple).__new__, Scored)
 
 
@@ -50,15 +52,15 @@ class Snapshot:
     Attributes:
         matrix: one vector per row, shape (r, d), float32.
         dead: rows whose items were replaced or removed.
-        items: of all rows, and of rows written since.
+        entries: of all rows, and of rows written since.
         labels: rows by label, with rows written since.
-        masks: which of the items pass each of the last filters.
+        masks: which of the entries pass each of the last filters.
         codes: the rows rounded.
     """
 
     matrix: Vector
     dead: Indices
-    items: list[Experience]
+    entries: list[Live]
     labels: dict[str, list[int]]
     masks: dict[Where, Mask]
     codes: Codes
@@ -66,16 +68,16 @@ class Snapshot:
     def search(
         self, queries: Vector, n: int, scopes: Sequence[Scope]
     ) -> list[list[Scored[Experience]]]:
-        """Return the ``n`` nearest items in the scope of each query, best first.
+        """Return the ``n`` nearest entries in the scope of each query, best first.
 
         Queries are normalised, shape (m, d), float32. Equal scores keep the order in which the
-        items were written.
+        entries were written.
         """
         if not len(self.matrix):
             return [[] for _ in queries]
         ranked = self._by_codes(queries, n, scopes) or self._by_all(queries, n, scopes)
         columns, values, counts = (np.concatenate(part) for part in zip(*ranked, strict=True))
-        items = map(self.items.__getitem__, columns.tolist())
+        items = map(_experience, map(self.entries.__getitem__, columns.tolist()))
         triples = zip(items, values.tolist(), repeat(0.0), strict=False)
         hits: list[Scored[Experience]] = list(map(_scored, triples))
         edges = [0, *np.cumsum(counts).tolist()]
@@ -114,10 +116,11 @@ class Snapshot:
                 if label is not None and (hidden := self.labels.get(label)):
                     scores[row, [one for one in hidden if one < count]] = -np.inf
                 if where is not None:
-                    # two threads that test the same items find the same
+                    # two threads that test the same entries find the same
                     known = self.masks.get(where, np.empty(0, dtype=np.bool_))
                     if len(known) < count:
-                        new = [where.matches(item) for item in self.items[len(known) : count]]
+                        untested = self.entries[len(known) : count]
+                        new = [where.matches(live.experience) for live in untested]
                         known = np.concatenate([known, np.array(new, dtype=np.bool_)])
                         if len(self.masks) >= _MOST_MASKS:
                             self.masks.clear()
@@ -189,11 +192,26 @@ class VectorIndex:
         self.positions: dict[str, int] = {}
         self._matrix = np.zeros((0, 0), dtype=np.float32)
         self._alive = np.zeros(0, dtype=np.bool_)
-        self._items: list[Experience] = []
-        self._origins: list[frozenset[str]] = []
+        self._entries: list[Live] = []
         self._labels: dict[str, list[int]] = {}
         self._masks: dict[Where, Mask] = {}
         self._codes = Codes()
+
+    def load(self, entries: LiveEntries, seq: int) -> Snapshot:
+        """Hold these entries, written up to a position of the journal; return the first state.
+
+        Proposed entries stay out.
+        """
+        proposed = [place for place, live in enumerate(entries.entries) if live.proposed]
+        ids, self._entries = list(entries.ids), list(entries.entries)
+        self._matrix = np.delete(entries.vectors, proposed, axis=0) if proposed else entries.vectors
+        for place in reversed(proposed):
+            del ids[place], self._entries[place]
+        self._alive = np.ones(len(ids), dtype=np.bool_)
+        self.rows = {id: row for row, id in enumerate(ids)}
+        self.positions = dict.fromkeys(ids, seq)
+        self._label_rows()
+        return self._snapshot()
 
     def apply(self, changes: Iterable[Changed]) -> Snapshot:
         """Put entries in place of earlier versions, or take them out; return the new state.
@@ -206,7 +224,7 @@ class VectorIndex:
                 del self.positions[id]
             if stored is None or stored.experience.proposed:
                 continue
-            row = len(self._items)
+            row = len(self._entries)
             if row == len(self._alive):  # twice the room; snapshots keep the old matrix
                 matrix, alive = self._matrix, self._alive
                 room = max(64, 2 * row)
@@ -216,25 +234,30 @@ class VectorIndex:
                     self._matrix[:row], self._alive[:row] = matrix, alive
             self._matrix[row] = stored.vector
             self._alive[row] = True
-            self._items.append(stored.experience)
-            self._origins.append(stored.origins)
+            self._entries.append(Live(stored.experience, stored.origins))
             self.rows[id], self.positions[id] = row, seq
             for label in stored.origins:
                 self._labels.setdefault(label, []).append(row)
-        if len(self._items) > 64 + 2 * len(self.rows):  # mostly dead rows: write the others anew
+        if len(self._entries) > 64 + 2 * len(self.rows):  # mostly dead rows: write the others anew
             kept = list(self.rows.values())
             self._matrix, self._alive = self._matrix[kept], self._alive[kept]
-            self._items = [self._items[row] for row in kept]
-            self._origins = [self._origins[row] for row in kept]
+            self._entries = [self._entries[row] for row in kept]
             self.rows = {id: row for row, id in enumerate(self.rows)}
-            self._labels, self._masks, self._codes = {}, {}, Codes()
-            for row, origins in enumerate(self._origins):
-                for label in origins:
-                    self._labels.setdefault(label, []).append(row)
-        count = len(self._items)
+            self._masks, self._codes = {}, Codes()
+            self._label_rows()
+        return self._snapshot()
+
+    def _label_rows(self) -> None:
+        self._labels = {}
+        for row, live in enumerate(self._entries):
+            for label in live.origins:
+                self._labels.setdefault(label, []).append(row)
+
+    def _snapshot(self) -> Snapshot:
+        count = len(self._entries)
         dead = np.flatnonzero(~self._alive[:count])
         return Snapshot(
-            self._matrix[:count], dead, self._items, self._labels, self._masks, self._codes
+            self._matrix[:count], dead, self._entries, self._labels, self._masks, self._codes
         )
 
 
@@ -256,7 +279,7 @@ class Nearest:
 
     def __init__(
         self,
-        entries: Sequence[Stored],
+        entries: LiveEntries,
         *,
         limit: int,
         replica: Callable[[], Replica] | None = None,
@@ -270,9 +293,8 @@ class Nearest:
         self._members: dict[Where, dict[str, None]] = {}  # ids that pass each of the last filters
         self._used = time.monotonic()
         self._index = VectorIndex()
-        held = () if self.is_large else entries
-        changes = ((stored.experience.id, stored, behind or 0) for stored in held)
-        self._published = self._index.apply(changes), self.is_large
+        held = LiveEntries() if self.is_large else entries
+        self._published = self._index.load(held, behind or 0), self.is_large
 
     def patience(self) -> float:
         """Return the seconds that writing the store should wait: until the bank is unused.
@@ -309,12 +331,11 @@ class Nearest:
                 self.is_large = self.is_large or bool(indexed)
                 self._published = self._index.apply(indexed), self.is_large
 
-    def hold_all(self, entries: Sequence[Stored], seq: int) -> None:
+    def hold_all(self, entries: LiveEntries, seq: int) -> None:
         """Hold all live entries in memory until the store is at journal position ``seq``."""
         with self._lock:
             self._index, self.is_large = VectorIndex(), False
-            held = ((stored.experience.id, stored, seq) for stored in entries)
-            self._published = self._index.apply(held), self.is_large
+            self._published = self._index.load(entries, seq), self.is_large
 
     def search(
         self,
@@ -342,6 +363,8 @@ class Nearest:
             raise ValueError(f"Expected {len(queries)} scopes, one per query, got {len(scopes)}")
         self._used = time.monotonic()
         n = min(n, len(table()))  # whatever is asked for, no more is kept than there can be
+        if not n:
+            return [[] for _ in queries]
         resident, is_large = self._published
         asked = list(zip(texts, scopes, strict=True)) if texts else []
         by_words: dict[tuple[str, Scope], tuple[Found, list[int | None]]] = {}

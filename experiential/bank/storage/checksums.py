@@ -12,7 +12,7 @@ import json
 import sqlite3
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -45,6 +45,9 @@ RECORDS: dict[str, type[Record]] = {
 UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
 """What is raised for a journal that SQLite cannot read: its messages may quote damaged bytes."""
 SIZE = 16
+_LINKED = ("versions", "changes")
+_Sum = tuple[int, int, bytes]
+"""Rowid, commit and checksum of a row that the chain covers."""
 _INDEX_ONLY = ("missing from index", "wrong # of entries in index", "non-unique entry in index")
 STAND_IN = ("unknown", "damaged")
 """Author and cause of the commit that stands for one whose row was set aside."""
@@ -78,10 +81,16 @@ class _Bad(NamedTuple):
 
 def checksum(table: str, fields: Sequence[Any]) -> bytes:
     """Return the checksum of a row: BLAKE2b of its text fields, NUL between, and then its bytes."""
-    texts = "\0".join([table, *[str(field) for field in fields if type(field) is not bytes]])
-    raw = [field for field in fields if type(field) is bytes]
-    data = b"".join([texts.encode("utf-8", "surrogatepass"), *raw])
-    return blake2b(data, digest_size=SIZE).digest()
+    texts, raw = [table], list[bytes]()
+    for field in fields:  # this is most of an opening
+        if type(field) is bytes:
+            raw.append(field)
+        else:
+            texts.append(field if type(field) is str else str(field))
+    made = blake2b("\0".join(texts).encode("utf-8", "surrogatepass"), digest_size=SIZE)
+    for part in raw:
+        made.update(part)
+    return made.digest()
 
 
 def as_stored(value: Any) -> Any:
@@ -147,12 +156,22 @@ def seal(connection: sqlite3.Connection) -> None:
         "UPDATE commits SET checksum = row_checksum('commits', id, namespace, time, author, cause,"
         " ref) WHERE checksum IS NULL"
     )
-    links = [(chain, commit) for commit, _, chain in _links(connection, anew=True)]
+    written, changed = (
+        connection.execute(f"SELECT rowid, commit_id, checksum FROM {table} ORDER BY rowid")
+        for table in _LINKED
+    )
+    links = [
+        (chain, commit) for commit, _, chain in _links(connection, written, changed, anew=True)
+    ]
     connection.executemany("UPDATE commits SET chain = ? WHERE id = ?", links)
 
 
 def _links(
-    connection: sqlite3.Connection, *, anew: bool = False
+    connection: sqlite3.Connection,
+    versions: Iterable[_Sum],
+    changes: Iterable[_Sum],
+    *,
+    anew: bool = False,
 ) -> Iterator[tuple[int, bytes | None, bytes]]:
     """Yield each commit with its stored chain value and the one that its rows ask for.
 
@@ -160,14 +179,10 @@ def _links(
     breaks; ``anew``, from the one that the rows ask for.
     """
     written: defaultdict[int, list[bytes]] = defaultdict(list)
-    for commit, own in connection.execute(
-        "SELECT commit_id, checksum FROM versions ORDER BY rowid"
-    ):
+    for _, commit, own in versions:
         written[commit].append(_bytes(own))
     changed: defaultdict[int, list[bytes]] = defaultdict(list)
-    for seq, commit, own in connection.execute(
-        "SELECT seq, commit_id, checksum FROM changes ORDER BY seq"
-    ):
+    for seq, commit, own in changes:
         changed[commit].append(at(seq) + _bytes(own))
     before, last = b"", 0
     for commit, own, stored in connection.execute(
@@ -199,8 +214,18 @@ def check(connection: sqlite3.Connection) -> list[Damage]:
         sqlite3.DatabaseError, UnicodeDecodeError: SQLite cannot read the journal, see `UNREADABLE`.
     """
     found = _mend_indexes(connection)
-    bad = [one for table in TABLES for one in _bad_rows(connection, table)]
-    for id, stored, known in _links(connection):
+    bad: list[_Bad] = []
+    sums: dict[str, list[_Sum]] = {table: [] for table in _LINKED}
+    for table, columns in TABLES.items():
+        kept, commit = sums.get(table), columns.index("commit_id") if table in sums else 0
+        for rowid, stored, *fields in _rows(connection, table):
+            if checksum(table, fields) != stored:
+                bad.append(
+                    _Bad(_named(table, rowid, fields, "differs from its checksum"), rowid, fields)
+                )
+            if kept is not None:  # else they would be read a second time
+                kept.append((rowid, fields[commit], stored))
+    for id, stored, known in _links(connection, sums["versions"], sums["changes"]):
         if stored != known and not any(
             one.rowid == id for one in bad if one.damage[0] == "commits"
         ):
@@ -263,12 +288,6 @@ def _rows(connection: sqlite3.Connection, table: str) -> Iterator[Any]:
             yield from [row for row in connection.execute(statement) if row[0] > last]
         finally:
             connection.text_factory = str
-
-
-def _bad_rows(connection: sqlite3.Connection, table: str) -> Iterator[_Bad]:
-    for rowid, stored, *fields in _rows(connection, table):
-        if checksum(table, fields) != stored:
-            yield _Bad(_named(table, rowid, fields, "differs from its checksum"), rowid, fields)
 
 
 def _named(table: str, rowid: int, fields: Sequence[Any], what: str) -> Damage:

@@ -104,7 +104,7 @@ def _contents(folder: Path, *, with_index: bool) -> Iterator[Finding]:
                 mend += " before"
             yield _found(f"{namespace}: entries", found, mend)
             if misfiled := _misfiled(
-                [stored.experience for stored in history.live(history.head())]
+                [live.experience for live in history.live(history.head()).entries]
             ):
                 entry, task = misfiled[0]
                 found = f"{len(misfiled)} entries name another task than their own, the first is"
@@ -202,8 +202,8 @@ def _disagreement(site: Site, history: History) -> str:
             return f"the index is at position {head}, the journal at {last}"
         if len(index) != len(live):
             return f"the index holds {len(index)} entries, the journal {len(live)}"
-        sample = random.Random(0).sample(live, min(SAMPLE, len(live)))
-        ids = [stored.experience.id for stored in sample]
+        sample = random.Random(0).sample(range(len(live)), min(SAMPLE, len(live)))
+        ids = [live.ids[place] for place in sample]
         held: Mapping[str, tuple[int, Vector]] = {}
         if ids:
             with index.answering():
@@ -211,7 +211,8 @@ def _disagreement(site: Site, history: History) -> str:
     finally:
         index.close()
     bad: list[str] = []
-    for entry, vector, _ in sample:
+    for place in sample:
+        entry, vector = live.entries[place].experience, live.vectors[place]
         version, indexed = held.get(entry.id, (None, vector))
         if version != entry.version or not np.allclose(indexed, vector, atol=_SAME):
             bad.append(entry.id)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from experiential.bank.storage import checksums
 from experiential.bank.storage.checksums import UNREADABLE, Damage, Row
@@ -101,6 +101,7 @@ _INDEXES = ("chroma/chroma.sqlite3", "index-*/*")
 _ID = re.compile("[0-9a-f]{32}")
 _NAMED = 5
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 Attached = tuple[Any, ...]
 """A statement followed by its arguments, to be written at the end of a transaction."""
@@ -186,11 +187,15 @@ class Journal:
 
     def rows(self, statement: str, *arguments: Any) -> list[Any]:
         """Return all rows of one statement."""
+        return self.read(sqlite3.Cursor.fetchall, statement, *arguments)
+
+    def read(self, take: Callable[[sqlite3.Cursor], T], statement: str, *arguments: Any) -> T:
+        """Return what ``take`` makes of the rows of one statement, which it may read bit by bit."""
         with self.lock:
             if not self._open:
                 raise BankError(CLOSED)
             try:
-                return self._connection.execute(statement, arguments).fetchall()
+                return take(self._connection.execute(statement, arguments))
             except sqlite3.DatabaseError as error:
                 if type(error) not in (sqlite3.OperationalError, sqlite3.DatabaseError):
                     raise

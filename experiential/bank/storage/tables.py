@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import sqlite3
 import threading
 import time
 from collections.abc import Generator, Iterable, Sequence
@@ -25,6 +27,7 @@ from experiential.bank.records import (
 from experiential.bank.storage.checksums import at, checksum, link, parsed
 from experiential.bank.storage.journal import Journal
 from experiential.bank.text import checked_text
+from experiential.errors import BankError
 from experiential.types import Experience, Generation
 
 
@@ -36,19 +39,61 @@ class Stored(NamedTuple):
     origins: frozenset[str]
 
 
-class Live(NamedTuple):
-    """Hold one live entry and the task instances that its text was made from."""
+class Live:
+    """Hold one live entry and the task instances that its text was made from.
 
+    A record of the journal is parsed when ``experience`` is first asked for, so that opening a bank
+    parses none.
+    """
+
+    __slots__ = ("_record", "experience", "origins")
     experience: Experience
-    origins: frozenset[str]
+
+    def __init__(self, entry: Experience | str, origins: frozenset[str]) -> None:
+        self._record = ""
+        if isinstance(entry, str):
+            self._record = entry
+        else:
+            self.experience = entry
+        self.origins = origins
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "experience":
+            raise AttributeError(name)
+        if record := self._record:  # else another thread has just parsed it
+            self.experience = parsed(Experience, record)
+            self._record = ""
+        return self.experience
+
+    @property
+    def proposed(self) -> bool:
+        """Return whether the entry waits for approval; few records need parsing for that."""
+        return (not self._record or _PROPOSED in self._record) and self.experience.proposed
 
 
-_LATEST = """
-    SELECT v.record, v.vector, v.origins FROM changes c
-    JOIN (SELECT MAX(seq) AS seq, MIN(seq) AS born FROM changes
-        WHERE namespace = ? AND commit_id <= ? GROUP BY id) m ON c.seq = m.seq
-    JOIN versions v ON v.namespace = c.namespace AND v.id = c.id AND v.version = c.version
-    ORDER BY m.born"""
+@dataclass(frozen=True, slots=True)
+class LiveEntries:
+    """Hold the live entries at one commit, oldest first.
+
+    Attributes:
+        ids: of the entries.
+        entries: the same in full.
+        vectors: shape (n, d), float32; no rows where they were not asked for.
+    """
+
+    ids: Sequence[str] = ()
+    entries: Sequence[Live] = ()
+    vectors: npt.NDArray[np.float32] = field(
+        default_factory=lambda: np.zeros((0, 0), dtype=np.float32)
+    )
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+_PROPOSED = '"proposed":true'  # as `History.write` spells it
+_AT_ONCE = 1024
+_POINTED = "SELECT id, version FROM changes WHERE namespace = ? AND commit_id <= ? ORDER BY seq"
 # Positions grow with commits, so only changes since the earlier commit are looked at. The + keeps
 # SQLite from an index over all entries.
 _TOUCHED = """
@@ -148,9 +193,52 @@ class History:
         self._changed.append(at(seq) + own)
         return seq
 
-    def live(self, commit: int) -> list[Stored]:
-        """Return all entries as they stood after ``commit``, oldest first."""
-        return [_stored(row) for row in self._journal.rows(_LATEST, self._namespace, commit)]
+    def live(self, commit: int, *, most_vectors: float = math.inf) -> LiveEntries:
+        """Return all entries as they stood after ``commit``, oldest first.
+
+        The vectors of more than ``most_vectors`` entries are left out.
+        """
+        # An entry keeps the place of its first change, and gets the version of its last.
+        pointed = dict(self._journal.rows(_POINTED, self._namespace, commit))
+        wanted = [id for id, version in pointed.items() if version is not None]
+        places = {id: place for place, id in enumerate(wanted)}
+        has_vectors = len(wanted) <= most_vectors
+        entries: list[Live | None] = [None] * len(wanted)
+
+        def take(cursor: sqlite3.Cursor) -> npt.NDArray[np.float32]:
+            vectors = np.zeros((0, 0), dtype=np.float32)
+            while block := cursor.fetchmany(_AT_ONCE):
+                found = [row for row in block if pointed.get(row[0]) == row[1]]
+                rows = [places[row[0]] for row in found]
+                for place, (_, _, record, origins, _) in zip(rows, found, strict=True):
+                    entries[place] = Live(record, _origins(origins))
+                if not has_vectors or not found:
+                    continue
+                raw = [row[4] for row in found]
+                if not len(vectors):
+                    vectors = np.empty((len(wanted), len(raw[0]) // 4), dtype=np.float32)
+                if {len(one) for one in raw} != {vectors.shape[1] * 4}:
+                    raise BankError(
+                        "Expected vectors of one length in the journal, got several; restore it"
+                        " from a backup"
+                    )
+                vectors[rows] = np.frombuffer(b"".join(raw), np.float32).reshape(len(raw), -1)
+            return vectors
+
+        # Most of a file is read faster in its own order than by an index.
+        last = self._journal.value("SELECT MAX(rowid) FROM versions") or 0
+        order = "NOT INDEXED" if 4 * len(wanted) > last else ""
+        columns = f"id, version, record, origins, {'vector' if has_vectors else 'NULL'}"
+        statement = f"SELECT {columns} FROM versions {order} WHERE namespace = ?"
+        vectors = self._journal.read(take, statement, self._namespace)
+        held = [one for one in entries if one is not None]
+        ids = [id for id, one in zip(wanted, entries, strict=True) if one is not None]
+        if len(held) < len(entries):  # damaged versions were set aside
+            if len(held) <= most_vectors < len(entries):
+                return self.live(commit)
+            if has_vectors:
+                vectors = vectors[[one is not None for one in entries]]
+        return LiveEntries(ids, held, vectors)
 
     def touched(self, a: int, b: int) -> list[tuple[str, int | None, int | None]]:
         """Return the entries changed after commit ``a`` and up to ``b``, oldest first.
@@ -269,7 +357,11 @@ class History:
 
 def _stored(row: Any) -> Stored:
     vector = np.frombuffer(row[1], dtype=np.float32)
-    return Stored(parsed(Experience, row[0]), vector, frozenset(json.loads(row[2])))
+    return Stored(parsed(Experience, row[0]), vector, _origins(row[2]))
+
+
+def _origins(text: str) -> frozenset[str]:
+    return frozenset[str]() if text == "[]" else frozenset(json.loads(text))
 
 
 def difference(before: Iterable[Experience], after: Iterable[Experience]) -> Difference:

@@ -1,0 +1,157 @@
+"""Measure what a bank costs as it grows: opening, searching, adding, memory and disk.
+
+    python -m benchmarks.bank_size [--sizes 10000 100000] [--before CHECKOUT]
+        [--results benchmarks/results/bank_size.json]
+
+Each figure is taken in fresh processes, the least of ``--repeats`` for opening. With ``--before``,
+the folder of another working copy of the project, its code opens the same folders in turn. Times
+are processor milliseconds, vectors have 384 numbers, and all of them are in memory
+(``store="exact"``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from experiential.bank.folder import FolderBank
+from experiential.bank.index.embed import HashingEmbedder
+
+EMBEDDER = HashingEmbedder(384)
+SEARCHES = 200
+ADDS = 20
+
+
+def text(number: int) -> str:
+    """Return the text of an entry."""
+    place, thing = number * 7919 % 10007, number * 104729 % 997
+    return (
+        f"Lesson {number}: in room {place} look behind door {thing} before you take the brass key,"
+        f" and leave box {number % 97} closed until the lamp of hall {number % 89} is lit."
+    )
+
+
+def cost(start: float) -> float:
+    """Return the processor milliseconds since ``start``."""
+    return (time.process_time() - start) * 1e3
+
+
+def memory(what: str) -> float:
+    """Return ``VmRSS`` or ``VmHWM`` of this process in MiB."""
+    [line] = [
+        one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith(what)
+    ]
+    return int(line.split()[1]) / 1024
+
+
+def fill(folder: Path, count: int) -> None:
+    """Write a bank of ``count`` entries."""
+    with FolderBank(folder, embedder=EMBEDDER, store="exact") as bank:
+        for start in range(0, count, 1000):
+            bank.add_many(
+                [text(number) for number in range(start, min(count, start + 1000))],
+                task=f"task {start // 1000}",
+            )
+
+
+def measure(folder: Path, *, read_only: bool) -> dict[str, float]:
+    """Open a bank once, use it, and return the figures."""
+    before, start = memory("VmRSS"), time.process_time()
+    with FolderBank(folder, embedder=EMBEDDER, read_only=read_only) as bank:
+        found = {"open_ms": cost(start), "open_mib": memory("VmRSS") - before}
+        found["open_peak_mib"] = memory("VmHWM") - before
+        count, times = len(bank), list[float]()
+        for number in range(SEARCHES):
+            start = time.process_time()
+            assert bank.search(text(number * 15485863 % count), k=3)
+            times.append(cost(start))
+        found |= {"search_p50_ms": median(times), "search_p99_ms": quantiles(times, n=100)[-1]}
+        if not read_only:
+            times.clear()
+            added: list[str] = []
+            for number in range(ADDS):
+                start = time.process_time()
+                added.append(bank.add(text(count + number)).id)
+                times.append(cost(start))
+            found |= {"first_add_ms": times[0], "add_ms": median(times[1:])}
+            for id in added:
+                bank.remove(id)
+    return found
+
+
+def measured(folder: Path, checkout: Path, mode: str) -> dict[str, float]:
+    """Return what a process with the code of ``checkout`` measures."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--measure", str(folder), mode],
+        env=os.environ | {"PYTHONPATH": str(checkout)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return json.loads(done.stdout)
+
+
+def compare(count: int, checkouts: dict[str, Path], repeats: int) -> dict[str, Any]:
+    """Fill a bank, and return the figures of each checkout, read-only and as a writer."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "bank"
+        start = time.process_time()
+        fill(folder, count)
+        found["fill_ms_per_entry"] = cost(start) / count
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        found["disk_bytes_per_entry"] = size / count
+        for mode in ("read_only", "writer"):
+            runs = {name: list[dict[str, float]]() for name in checkouts}
+            for _ in range(repeats):
+                for name, checkout in checkouts.items():
+                    runs[name].append(measured(folder, checkout, mode))
+            for name, made in runs.items():
+                least = {key: min(run[key] for run in made) for key in made[0]}
+                found.setdefault(name, {})[mode] = least
+    return found
+
+
+def rounded(value: Any) -> Any:
+    """Round all figures to three digits after the point."""
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}  # pyright: ignore
+    return round(value, 3)
+
+
+def main() -> None:
+    """Measure every size, print and keep the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--before", type=Path, help="working copy to compare with")
+    parser.add_argument("--results", type=Path)
+    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)  # folder and mode
+    arguments = parser.parse_args()
+    if arguments.measure is not None:
+        folder, mode = arguments.measure
+        print(json.dumps(measure(Path(folder), read_only=mode == "read_only")))
+        return
+    checkouts = {"now": Path(__file__).parent.parent}
+    if arguments.before is not None:
+        checkouts["before"] = arguments.before.resolve()
+    found: dict[str, Any] = {}
+    for count in arguments.sizes:
+        found[str(count)] = rounded(compare(count, checkouts, arguments.repeats))
+        print(count, json.dumps(found[str(count)]), flush=True)
+        if arguments.results is not None:
+            arguments.results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
