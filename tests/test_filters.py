@@ -222,7 +222,7 @@ def test_a_filtered_search_of_a_large_bank_misses_nothing(
     query_vector = large.embedder([query])[0]
     stored = large._history.live(large.head)  # pyright: ignore[reportPrivateUsage]  (vectors have no public way out)
     passing = [Where(where).matches(one.experience) for one in stored.entries]
-    cosines = np.round(stored.vectors[passing] @ query_vector, 4)
+    cosines = np.round(stored.vectors[: len(stored)][passing] @ query_vector, 4)
     expected = sorted(cosines.tolist(), reverse=True)[:k]
     before = indexed._FEW, indexed._MOST  # pyright: ignore[reportPrivateUsage]
     indexed._FEW, indexed._MOST = few, most  # pyright: ignore[reportPrivateUsage]

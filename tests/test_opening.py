@@ -106,18 +106,19 @@ def test_a_text_written_before_opening_is_not_written_twice(tmp_path):
         assert pulled.id not in (first.id, other.id) and len(bank) == 3
 
 
-def test_many_threads_may_ask_for_an_entry_at_once():
+def test_two_threads_may_ask_for_an_entry_at_once(monkeypatch):
     entry = Experience(text="Push.", task="t")
-    for _ in range(50):
-        live, together = Live(entry.model_dump_json(), frozenset()), Barrier(8)
+    together, true = Barrier(2, timeout=10), tables.parsed
 
-        def ask(live=live, together=together):
-            together.wait()
-            return live.proposed, live.experience
+    def parsed(kind, record, id=""):
+        together.wait()  # until the other thread parses the same record
+        return true(kind, record, id)
 
-        with ThreadPoolExecutor(8) as pool:
-            asked = [pool.submit(ask) for _ in range(8)]
-            assert all(one.result() == (False, entry) for one in asked)
+    monkeypatch.setattr(tables, "parsed", parsed)
+    live = Live(entry.model_dump_json(), frozenset())
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(lambda: live.experience) for _ in range(2)]
+        assert [one.result() for one in asked] == [entry, entry]
 
 
 def test_a_bank_whose_store_answers_leaves_the_vectors_in_the_journal(tmp_path, monkeypatch):
@@ -127,9 +128,9 @@ def test_a_bank_whose_store_answers_leaves_the_vectors_in_the_journal(tmp_path, 
         bank.flush_index()
         hits = bank.search("lesson 7", k=3)
         history = bank._history
-        for most, rows in ((5, 0), (20, 20)):
+        for most, has_vectors in ((5, False), (20, True)):
             found = history.live(bank.head, most_vectors=most)
-            assert (len(found), len(found.vectors)) == (20, rows)
+            assert (len(found), len(found.vectors) >= 20) == (20, has_vectors)
     shapes, true = [], tables.History.live
     monkeypatch.setattr(
         tables.History,
@@ -158,6 +159,18 @@ def test_damaged_versions_are_left_out_with_their_vectors(tmp_path):
             assert hit.experience.id == entry.id and hit.score > 0.999
         # More are named than there are, and those that there are may be held.
         assert len(bank._history.live(bank.head, most_vectors=5).vectors) == 4
+
+
+def test_a_bank_whose_versions_are_all_damaged_opens_empty(tmp_path):
+    with ExperienceBank(tmp_path, embedder="hashing", store="exact") as bank:
+        bank.add_many(["Push.", "Pull."])
+    with sqlite3.connect(tmp_path / JOURNAL_NAME) as connection:
+        connection.execute("UPDATE versions SET origins = '[1]'")
+    connection.close()
+    with ExperienceBank(tmp_path) as bank:
+        assert len(bank.damage) >= 2 and not len(bank) and not bank.search("Push.")
+        bank.add("Turn.")
+        assert len(bank.search("Push.", k=3)) == 1
 
 
 def test_vectors_of_two_lengths_are_refused_in_one_line(tmp_path):

@@ -207,7 +207,7 @@ class VectorIndex:
         self._matrix = np.delete(entries.vectors, proposed, axis=0) if proposed else entries.vectors
         for place in reversed(proposed):
             del ids[place], self._entries[place]
-        self._alive = np.ones(len(ids), dtype=np.bool_)
+        self._alive = np.arange(len(self._matrix)) < len(ids)
         self.rows = {id: row for row, id in enumerate(ids)}
         self.positions = dict.fromkeys(ids, seq)
         self._label_rows()

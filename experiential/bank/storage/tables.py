@@ -78,7 +78,8 @@ class LiveEntries:
     Attributes:
         ids: of the entries.
         entries: the same in full.
-        vectors: shape (n, d), float32; no rows where they were not asked for.
+        vectors: of the entries, float32, then rows that are free for more, so that the first write
+            need not copy them; no rows where they were not asked for.
     """
 
     ids: Sequence[str] = ()
@@ -216,7 +217,8 @@ class History:
                     continue
                 raw = [row[4] for row in found]
                 if not len(vectors):
-                    vectors = np.empty((len(wanted), len(raw[0]) // 4), dtype=np.float32)
+                    room = len(wanted) + len(wanted) // 8 + 64
+                    vectors = np.empty((room, len(raw[0]) // 4), dtype=np.float32)
                 if {len(one) for one in raw} != {vectors.shape[1] * 4}:
                     raise BankError(
                         "Expected vectors of one length in the journal, got several; restore it"
@@ -236,8 +238,8 @@ class History:
         if len(held) < len(entries):  # damaged versions were set aside
             if len(held) <= most_vectors < len(entries):
                 return self.live(commit)
-            if has_vectors:
-                vectors = vectors[[one is not None for one in entries]]
+            if held and has_vectors:
+                vectors = vectors[: len(entries)][[one is not None for one in entries]]
         return LiveEntries(ids, held, vectors)
 
     def touched(self, a: int, b: int) -> list[tuple[str, int | None, int | None]]:
