@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ from experiential.training.openrlhf import parts, versions
 from experiential.training.openrlhf import runtime as runtimes
 from experiential.training.openrlhf.learner import RankStats
 from experiential.training.openrlhf.rank_state import INDEX
+from experiential.training.openrlhf.reservation import Reservation, reserve
 from experiential.training.openrlhf.runtime import OpenRLHFRuntime, build_runtimes
 from experiential.training.openrlhf.supervisor import LostActorError
 from experiential.training.runtime import LossSettings, Sample
@@ -273,7 +274,7 @@ class Group:
     """In place of OpenRLHF's ``RayActorGroup``."""
 
     def __init__(self, role: str, group: str | None, gpus: Gpus) -> None:
-        assert group == (None if gpus.apart else "the group")
+        assert group == "the group"
         self._actor_handlers = [Rank(f"{role} rank {i}", gpus) for i in range(GPUS)]
         gpus.ranks.update({rank.name: False for rank in self._actor_handlers})
 
@@ -337,15 +338,18 @@ def gpus(monkeypatch: pytest.MonkeyPatch, ray: Any) -> Gpus:
     monkeypatch.setattr(
         runtimes, "join", lambda cluster, needed: gpus.calls.append(f"ray 0: join {needed}")
     )
-    monkeypatch.setattr(
-        parts,
-        "start_group",
-        lambda needed, seconds: gpus.calls.append(f"group 0: start {needed}") or "the group",
-    )
-    monkeypatch.setattr(parts, "end_group", ended.append)
+
+    def start_group(bundles: Sequence[int], user: str, *, one_node: bool) -> Reservation:
+        gpus.calls.append(f"group 0: start {bundles}{' on one node' if one_node else ''}")
+        return Reservation("the group", user)
+
+    groups: Any = ModuleType("ray.util.placement_group")
+    groups.remove_placement_group = ended.append
+    monkeypatch.setitem(sys.modules, "ray.util.placement_group", groups)
+    monkeypatch.setattr(runtimes, "reserve", start_group)
     monkeypatch.setattr(parts, "start_sleeping_engines", start_engines)
     monkeypatch.setattr(
-        parts, "start_ranks", lambda settings, group: Group(next(roles), group, gpus)
+        parts, "start_ranks", lambda _, group, *__, **___: Group(next(roles), group, gpus)
     )
     monkeypatch.setattr(parts, "strategy", lambda *_, **__: "the strategy")
     monkeypatch.setattr(
@@ -377,7 +381,7 @@ def test_one_policy_starts_after_the_other_its_engines_before_its_ranks(
 ) -> None:
     assert gpus.take() == [
         "rays: join 2",
-        "groups: start 2",
+        "groups: start [1, 1] on one node",
         "actor engines: start",
         "actor ranks: start",
         "extractor engines: start",
@@ -618,7 +622,7 @@ def test_all_that_was_started_is_ended_when_the_second_policy_does_not_start(
     before = set(threads())
     started = iter([Group("actor", "the group", gpus)])
 
-    def start_ranks(settings: PolicyClusterSettings, group: Any) -> Group:
+    def start_ranks(settings: PolicyClusterSettings, *_: Any, **__: Any) -> Group:
         for found in started:
             return found
         raise BackendError("Expected a rank, got none")
@@ -661,7 +665,12 @@ async def test_without_sharing_no_call_is_added(
     start = lambda *_, **__: parts.watch_engine(Engine(f"engine {next(numbers)}", gpus))  # noqa: E731
     monkeypatch.setattr(parts, "start_engine", start)
     actor, extractor = build_runtimes(experiment("cluster.share_gpus=false"))
-    assert gpus.take() == ["rays: join 8", "actor ranks: start", "extractor ranks: start"]
+    assert gpus.take() == [
+        "rays: join 8",
+        "groups: start [2, 1, 1, 2, 1, 1]",
+        "actor ranks: start",
+        "extractor ranks: start",
+    ]
     await actor.train([SAMPLE], LossSettings())
     await actor.sync()
     await generate(actor)
@@ -715,6 +724,11 @@ def test_as_many_free_gpus_are_asked_for_as_the_placement_needs(
     apart, shared = ClusterSettings(), ClusterSettings(share_gpus=True)
     joined(monkeypatch, Cluster(2), shared, 2)
     joined(monkeypatch, Cluster(2, 2), apart, 4)
+    wide = ClusterSettings(actor=PolicyClusterSettings(gpus_per_node=3))
+    with pytest.raises(
+        ConfigError, match=r"the 3 GPUs of ranks of a node \(cluster.actor.gpus_per_node\), the"
+    ):
+        joined(monkeypatch, Cluster(2, 2, 2), wide, 6)
     with pytest.raises(ConfigError, match="with 4 free GPUs, got 2"):
         joined(monkeypatch, Cluster(4, free=2), apart, 4)
     with pytest.raises(
@@ -739,22 +753,33 @@ class Groups(ModuleType):
         self.removed.append(group)
 
 
-def test_the_group_has_a_bundle_for_each_gpu_on_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_user_that_leaves_frees_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     groups: Any = Groups(fit=True)
     monkeypatch.setitem(sys.modules, "ray.util.placement_group", groups)
-    parts.start_group(3, seconds=1.0)
-    assert groups.made == [([{"GPU": 1, "CPU": 1}] * 3, "STRICT_PACK")] and not groups.removed
+    reservation = reserve([1] * 3, "actor", one_node=True)
+    assert groups.made == [([{"GPU": 1, "CPU": 1}] * 3, "STRICT_PACK")]
+    reservation.users.add("extractor")
+    for user in ("actor", "actor"):
+        reservation.leave(user)
+    assert not groups.removed
+    for _ in range(2):
+        reservation.leave("extractor")
+    assert groups.removed == [reservation.group]
 
 
 def test_a_group_that_finds_no_place_is_refused_and_withdrawn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     groups: Any = Groups(fit=False)
+    state: Any = ModuleType("ray._private.state")
+    state.available_resources_per_node = lambda: {"a": {"GPU": 7.0}, "b": {"CPU": 2.0}}
     monkeypatch.setitem(sys.modules, "ray.util.placement_group", groups)
+    monkeypatch.setitem(sys.modules, "ray._private.state", state)
     with pytest.raises(
-        BackendError, match="one node with 3 free GPUs and as many free CPUs within 1 s"
+        BackendError, match="groups of 8, 1 GPUs, each on one node .*, got nodes with 7, 0 free"
     ):
-        parts.start_group(3, seconds=1.0)
+        reserve([1, 8], "actor")
+    assert groups.made == [([{"GPU": 1, "CPU": 1}, {"GPU": 8, "CPU": 8}], "PACK")]
     assert len(groups.removed) == 1
 
 
@@ -842,12 +867,8 @@ def test_ranks_get_a_fifth_of_each_bundle_and_know_that_they_sleep(
     utils: Any = ModuleType("openrlhf.utils")
     utils.get_strategy = lambda arguments: arguments
     monkeypatch.setitem(sys.modules, "openrlhf.utils", utils)
-    parts.start_ranks(settings, "the group")
-    parts.start_ranks(settings)
-    assert asked == [
-        ((1, 4, "the class"), {"pg": "the group", "num_gpus_per_actor": 0.2}),
-        ((1, 4, "the class"), {"pg": None, "num_gpus_per_actor": 1}),
-    ]
+    parts.start_ranks(settings, "the group", 0, shared=True, name="actor", seconds=1.0)
+    assert asked == [((1, 4, "the class"), {"pg": "the group", "num_gpus_per_actor": 0.2})]
     alone, turns = (
         parts.strategy(settings, experiment().actor.optim, seed=0, sleeps=sleeps)
         for sleeps in (False, True)

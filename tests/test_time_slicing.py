@@ -374,7 +374,7 @@ async def test_one_is_woken_after_the_other_sleeps_and_stays_awake_until_another
     log: list[str] = []
     beds: list[Bed] = []
     engines, ranks = Bed("engines", beds, log), Bed("ranks", beds, log)
-    gpus = SharedGpus("the group")
+    gpus = SharedGpus()
     for _ in range(2):
         async with gpus.slicer.slot(engines.side, exclusive=False):
             assert engines.awake
@@ -395,7 +395,7 @@ async def test_who_could_not_be_woken_whole_is_woken_again_or_put_to_sleep_befor
     log: list[str] = []
     beds: list[Bed] = []
     engines, ranks = Bed("engines", beds, log), Bed("ranks", beds, log)
-    gpus = SharedGpus("the group")
+    gpus = SharedGpus()
     engines.broken = True
     with pytest.raises(RuntimeError, match="half awake"):
         async with gpus.slicer.slot(engines.side, exclusive=False):
@@ -410,14 +410,3 @@ async def test_who_could_not_be_woken_whole_is_woken_again_or_put_to_sleep_befor
     async with gpus.slicer.slot(engines.side, exclusive=False):
         pass
     assert log[3:] == ["ranks sleeps", "engines wakes"]
-
-
-def test_the_last_policy_to_leave_is_told_so_once() -> None:
-    gpus = SharedGpus("the group")
-    gpus.policies.update(("actor", "extractor"))
-    assert [gpus.leave(name) for name in ("actor", "actor", "extractor", "extractor")] == [
-        False,
-        False,
-        True,
-        False,
-    ]

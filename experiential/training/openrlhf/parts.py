@@ -7,6 +7,7 @@ lists the parts used with file and line.
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from experiential.llm.vllm import GRAMMAR
 from experiential.training.openrlhf.causes import shorten
 from experiential.training.openrlhf.learner import Learner, RankStats
 from experiential.training.openrlhf.rank_state import load_state, save_state
-from experiential.training.openrlhf.supervisor import Incarnation, explain
+from experiential.training.openrlhf.supervisor import Incarnation, LostActorError, explain
 from experiential.training.runtime import LossSettings, Sample
 
 _FAR = 1_000_000_000
@@ -86,48 +87,17 @@ def strategy(
     return import_module("openrlhf.utils").get_strategy(arguments)
 
 
-def start_engine(model: Path | str, settings: PolicyClusterSettings, *, seed: int) -> Incarnation:
-    """Start one vLLM engine with GPUs of its own on one node; return at once, while it starts."""
-    groups: Any = import_module("ray.util.placement_group")
-    bundles = [{"GPU": 1, "CPU": 1}] * settings.tensor_parallel
-    group = groups.placement_group(bundles, strategy="STRICT_PACK")
-    return watch_engine(_create_engine(model, settings, seed, group), group)
+def start_engine(
+    model: Path | str, settings: PolicyClusterSettings, group: Any, bundle: int, *, seed: int
+) -> Incarnation:
+    """Start one vLLM engine on all GPUs of one bundle; return at once, while it starts."""
+    return watch_engine(_create_engine(model, settings, seed, group, bundle, shared=False))
 
 
-def watch_engine(handle: Any, group: Any = None) -> Incarnation:
-    """Watch over an engine that starts; its end frees the GPUs of ``group``, if it has its own."""
-
-    def end() -> None:
-        import_module("ray").kill(handle)
-        if group is not None:
-            end_group(group)
-
+def watch_engine(handle: Any) -> Incarnation:
+    """Watch over an engine that starts."""
+    end = partial(import_module("ray").kill, handle)
     return Incarnation(handle, handle.get_num_unfinished_requests.remote(), end)
-
-
-def start_group(gpus: int, *, seconds: float) -> Any:
-    """Reserve the GPUs that both policies share: one bundle for each, all on one node.
-
-    A rank and an engine take `_SHARE` of a bundle each, so it has room for those of two policies.
-
-    Raises:
-        BackendError: no node had so many GPUs and CPUs free within ``seconds``.
-    """
-    groups: Any = import_module("ray.util.placement_group")
-    group = groups.placement_group([{"GPU": 1, "CPU": 1}] * gpus, strategy="STRICT_PACK")
-    if not group.wait(seconds):
-        end_group(group)
-        raise BackendError(
-            f"Expected one node with {gpus} free GPUs and as many free CPUs within {seconds:g} s"
-            " (cluster.start_timeout), got none; end what else runs there, or lower"
-            " cluster.*.gpus_per_node"
-        )
-    return group
-
-
-def end_group(group: Any) -> None:
-    """Free the GPUs of a placement group; Ray kills what still runs on them."""
-    import_module("ray.util.placement_group").remove_placement_group(group)
 
 
 def start_sleeping_engines(
@@ -148,7 +118,7 @@ def start_sleeping_engines(
     """
     ray: Any = import_module("ray")
     engines = [
-        _create_engine(model, settings, seed + i, group, first=i * settings.tensor_parallel)
+        _create_engine(model, settings, seed + i, group, i * settings.tensor_parallel, shared=True)
         for i in range(settings.engines)
     ]
     try:
@@ -172,6 +142,9 @@ def engine_options(
     model: Path | str, settings: PolicyClusterSettings, *, seed: int, sleeps: bool
 ) -> dict[str, Any]:
     """Return the arguments of one vLLM engine."""
+    executor = "uni"
+    if settings.tensor_parallel > 1:  # with "ray", each worker needs a bundle of its own
+        executor = "ray" if sleeps else "mp"
     return settings.vllm | {
         "model": str(model),
         "dtype": "bfloat16",
@@ -182,7 +155,7 @@ def engine_options(
         "enable_prefix_caching": True,
         "enable_sleep_mode": sleeps,
         "tensor_parallel_size": settings.tensor_parallel,
-        "distributed_executor_backend": "uni" if settings.tensor_parallel == 1 else "ray",
+        "distributed_executor_backend": executor,
         "worker_extension_cls": "openrlhf.trainer.ray.vllm_worker_wrap.WorkerWrap",
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": 1,
@@ -195,9 +168,11 @@ def _create_engine(
     settings: PolicyClusterSettings,
     seed: int,
     group: Any,
-    first: int | None = None,
+    first: int,
+    *,
+    shared: bool,
 ) -> Any:
-    """Create OpenRLHF's actor of one engine in the bundles of ``group``, which lie on one node.
+    """Create OpenRLHF's actor of one engine in a placement group.
 
     It is created here and not by OpenRLHF, which waits for the GPUs without a time-out, keeps the
     group to itself and passes few arguments on to vLLM.
@@ -206,36 +181,86 @@ def _create_engine(
         model: a folder in Hugging Face format, or a hub name.
         settings: sizes of its policy.
         seed: of its draws.
-        group: bundles of one GPU and one CPU each.
-        first: index of its first bundle in a group shared by time-slicing; None if it has a group
-            of its own.
+        group: reserved for the run.
+        first: index of its bundle, or of its first one where ``shared``.
+        shared: the GPUs are shared by time-slicing, and each bundle is one GPU.
     """
-    shared, start, width = first is not None, first or 0, settings.tensor_parallel
-    share = _SHARE if shared else 1
-    reserved = share if width == 1 else 0  # vLLM's workers reserve the GPUs of a wider engine
+    width = settings.tensor_parallel
+    reserved, bundles = width, None
+    if shared:  # vLLM's workers reserve the GPUs of a wider engine
+        reserved = _SHARE if width == 1 else 0
+        bundles = list(range(first, first + width)) if width > 1 else None
     scheduling: Any = import_module("ray.util.scheduling_strategies")
     strategy = scheduling.PlacementGroupSchedulingStrategy(
         placement_group=group,
         placement_group_capture_child_tasks=True,
-        placement_group_bundle_index=start,
+        placement_group_bundle_index=first,
     )
     actor = import_module("openrlhf.trainer.ray.vllm_engine").RolloutRayActor
     return actor.options(num_cpus=reserved, num_gpus=reserved, scheduling_strategy=strategy).remote(
         **engine_options(model, settings, seed=seed, sleeps=shared),
-        num_gpus=share,
-        bundle_indices=list(range(start, start + width)) if width > 1 else None,
+        num_gpus=_SHARE if shared else 1,
+        bundle_indices=bundles,
     )
 
 
-def start_ranks(settings: PolicyClusterSettings, shared: Any | None = None) -> Any:
-    """Start the DeepSpeed ranks of one policy, one on each GPU, as a ``RayActorGroup``."""
-    return import_module("openrlhf.trainer.ray.launcher").RayActorGroup(
-        settings.nodes,
-        settings.gpus_per_node,
-        _rank_actor(),
-        pg=shared,
-        num_gpus_per_actor=1 if shared is None else _SHARE,
-    )
+def start_ranks(
+    settings: PolicyClusterSettings,
+    group: Any,
+    first: int,
+    *,
+    shared: bool,
+    name: str,
+    seconds: float,
+) -> Any:
+    """Start the DeepSpeed ranks of one policy, one on each GPU, as a ``RayActorGroup``.
+
+    Args:
+        settings: sizes of the policy.
+        group: reserved for the run.
+        first: index of its first bundle; each holds the ranks of one node.
+        shared: the GPUs are shared by time-slicing, and each bundle is one GPU.
+        name: of the policy, for errors.
+        seconds: time in which rank 0 must tell its address.
+
+    Raises:
+        LostActorError: it did not.
+    """
+    base: Any = import_module("openrlhf.trainer.ray.launcher").RayActorGroup
+    sizes = settings.nodes, settings.gpus_per_node
+    if shared:
+        return base(*sizes, _rank_actor(), pg=group, num_gpus_per_actor=_SHARE)
+    ray: Any = import_module("ray")
+    scheduling: Any = import_module("ray.util.scheduling_strategies")
+
+    class Ranks(base):
+        """Start the ranks of a node in one bundle; OpenRLHF's may be divided among nodes."""
+
+        def _initiate_actors(self, pg: Any, num_gpus_per_actor: float) -> None:
+            size = settings.nodes * settings.gpus_per_node
+
+            def start(rank: int, *address: Any) -> Any:
+                strategy = scheduling.PlacementGroupSchedulingStrategy(
+                    placement_group=pg,
+                    placement_group_bundle_index=first + rank // settings.gpus_per_node,
+                )
+                return self.ray_actor_type.options(
+                    num_cpus=1, num_gpus=num_gpus_per_actor, scheduling_strategy=strategy
+                ).remote(size, rank, *address)
+
+            self._actor_handlers = [start(0, None, None)]
+            if size > 1:
+                asked = self._actor_handlers[0].get_master_addr_port.remote()
+                try:
+                    address = ray.get(asked, timeout=seconds)
+                except ray.exceptions.RayError as error:
+                    failed = LostActorError(f"{name} rank 0", f"did not start: {shorten(error)}")
+                    failed.__cause__ = error
+                    explain(failed)
+                    raise failed from error
+                self._actor_handlers += [start(rank, *address) for rank in range(1, size)]
+
+    return Ranks(*sizes, _rank_actor(), pg=group)
 
 
 def handles(group: Any) -> list[Any]:

@@ -97,6 +97,19 @@ class Placement:
     gpus: int
     gpu_gb: float | None
 
+    @property
+    def bundles(self) -> list[int]:
+        """Return the GPUs that must be on one node, group by group."""
+        if self.shared:
+            return [1] * self.gpus
+        return [count for policy in self.policies for count in node_bundles(policy.settings)]
+
+
+def node_bundles(settings: PolicyClusterSettings) -> list[int]:
+    """Return the GPUs of a policy that must be on one node: ranks node by node, then engines."""
+    ranks = [settings.gpus_per_node] * settings.nodes
+    return ranks + [settings.tensor_parallel] * settings.engines
+
 
 class Shortage(NamedTuple):
     """Name ranks or an engine that need ``need`` (1e9 bytes) of a GPU, more than it has."""

@@ -32,8 +32,9 @@ from experiential.training.openrlhf.engines import Engine, Engines
 from experiential.training.openrlhf.env_workers import EnvWorkers
 from experiential.training.openrlhf.learner import BLANK, RankStats
 from experiential.training.openrlhf.nodes import check_nodes, check_weights
-from experiential.training.openrlhf.placement import place
+from experiential.training.openrlhf.placement import node_bundles, place
 from experiential.training.openrlhf.rank_state import read_index
+from experiential.training.openrlhf.reservation import Reservation, reserve
 from experiential.training.openrlhf.supervisor import answers, explain, is_joined, joined_ray
 from experiential.training.openrlhf.time_slicing import SharedGpus, Tenant
 from experiential.training.runtime import (
@@ -98,7 +99,12 @@ class OpenRLHFRuntime(PolicyRuntime):
         seed: of engines and ranks.
         reference: keep a frozen copy of the weights on the ranks, for the KL penalty.
         thread: event loop of all calls to Ray; methods may be awaited on any other.
-        shared: GPUs shared by both policies; None where each engine and rank has its own.
+        reservation: GPUs reserved on the cluster; None reserves those of this policy.
+        first: index of its first bundle there (`node_bundles`).
+        shared: turns on GPUs that both policies share; None where each engine and rank has its own.
+
+    Raises:
+        BackendError: the GPUs are not free, or a process did not start.
     """
 
     def __init__(
@@ -113,6 +119,8 @@ class OpenRLHFRuntime(PolicyRuntime):
         seed: int,
         reference: bool,
         thread: EventLoopThread,
+        reservation: Reservation | None = None,
+        first: int = 0,
         shared: SharedGpus | None = None,
     ) -> None:
         self.name, self.settings, self._cluster = name, settings, cluster
@@ -124,24 +132,38 @@ class OpenRLHFRuntime(PolicyRuntime):
         self._stops = StopFinder(tokenizer)
         self._tries = lru_cache(maxsize=1024)(partial(ChoiceTrie, tokenizer=tokenizer))
         self._encode = PromptEncoder(tokenizer, name)
+        if reservation is None:
+            reservation = reserve(node_bundles(settings), name)
+        self._reservation, group = reservation, reservation.group
+        self._ranks: list[Any] = []
         if shared is None:
-            group = fixed = None
-            seeds = range(seed, seed + settings.engines)
-            starts = [partial(parts.start_engine, model, settings, seed=one) for one in seeds]
-        else:  # OpenRLHF starts all engines of a shared group in one call
-            shared.policies.add(name)
-            group, fixed, seconds = shared.group, _FIXED, cluster.start_timeout
+            fixed, nodes = None, settings.nodes
+            starts = [
+                partial(
+                    parts.start_engine, model, settings, group, first + nodes + i, seed=seed + i
+                )
+                for i in range(settings.engines)
+            ]
+        else:  # they sleep before the ranks start, because vLLM needs the memory while it starts
+            fixed, seconds = _FIXED, cluster.start_timeout
             sleeping = parts.start_sleeping_engines(
                 model, settings, group, seed=seed, name=name, seconds=seconds
             )
             starts = [partial(parts.watch_engine, handle) for handle in sleeping]
-        self._ranks: list[Any] = []
+        reservation.users.add(name)
         named = ((f"{name} engine {i}", start) for i, start in enumerate(starts))
         engines = [Engine(*one, cluster, fixed=fixed) for one in named]
         self._engines = Engines(engines, partial(self._broadcast, reconnect=True))
         try:
             handles = self._engines.handles
-            self._group = parts.start_ranks(settings, group)
+            self._group = parts.start_ranks(
+                settings,
+                group,
+                first,
+                shared=shared is not None,
+                name=name,
+                seconds=cluster.start_timeout,
+            )
             self._ranks = parts.handles(self._group)
             self._rank_names = [f"{name} rank {i}" for i in range(len(self._ranks))]
             strategy = parts.strategy(settings, optim, seed=seed, sleeps=shared is not None)
@@ -334,8 +356,7 @@ class OpenRLHFRuntime(PolicyRuntime):
         for rank in self._ranks:
             ray.kill(rank)
         self._ranks.clear()
-        if self._shared is not None and self._shared.leave(self.name):
-            parts.end_group(self._shared.group)
+        self._reservation.leave(self.name)
 
     async def _all(self, method: str, *arguments: Any, **divided: list[Any]) -> list[Any]:
         """Call a method in all ranks; each gets its part of a ``divided`` list, in order."""
@@ -415,8 +436,8 @@ def build_runtimes(
         BackendError: an engine or rank did not start.
     """
     versions.check_versions()
-    cluster, gpus = experiment.cluster, place(experiment).gpus
-    join(cluster, gpus)
+    cluster, placement = experiment.cluster, place(experiment)
+    join(cluster, placement.gpus)
     second = experiment.extractor_model or experiment.model
     names = dict.fromkeys((experiment.model.name, second.name))
     resolved = {name: resolve_model(name) for name in names}
@@ -427,12 +448,10 @@ def build_runtimes(
     with ExitStack() as failed:
         thread = EventLoopThread("cluster")
         failed.callback(thread.close)
-        shared = None
-        if cluster.share_gpus:
-            group = parts.start_group(gpus, seconds=cluster.start_timeout)
-            shared = SharedGpus(group)  # its last user ends the group: while all start, "start"
-            shared.policies.add("start")
-            failed.callback(lambda: parts.end_group(group) if shared.leave("start") else None)
+        shared = SharedGpus() if cluster.share_gpus else None
+        reservation = reserve(placement.bundles, "start", one_node=cluster.share_gpus)
+        failed.callback(reservation.leave, "start")  # after the policies have left
+        first = 0
         for name, model, sizes, role, seed in (
             ("actor", experiment.model, cluster.actor, experiment.actor, 0),
             ("extractor", second, cluster.extractor, experiment.extractor, 1000),
@@ -447,8 +466,11 @@ def build_runtimes(
                 seed=experiment.seed + seed,
                 reference=role.kl > 0,
                 thread=thread,
+                reservation=reservation,
+                first=first,
                 shared=shared,
             )
+            first += 0 if shared else len(node_bundles(sizes))
             failed.callback(runtime.close)
             runtimes.append(runtime)
             if shared is not None:  # the next one needs the memory that this one starts in
@@ -456,8 +478,7 @@ def build_runtimes(
         for runtime in runtimes if shared is None else ():
             thread.run(runtime.ready())
         failed.pop_all()
-    if shared is not None:
-        shared.leave("start")
+    reservation.leave("start")
     return runtimes[0], runtimes[1]
 
 
@@ -506,11 +527,15 @@ def join(cluster: ClusterSettings, gpus: int) -> None:
     nodes = [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]]
     largest = max(nodes, default=0.0)
     for role, policy in (("actor", cluster.actor), ("extractor", cluster.extractor)):
-        if largest < policy.tensor_parallel:
-            raise ConfigError(
-                f"Expected one node with the {policy.tensor_parallel} GPUs of an engine"
-                f" (cluster.{role}.tensor_parallel), the largest has {largest:g}; lower it"
-            )
+        for key, count, who in (
+            ("gpus_per_node", policy.gpus_per_node, "ranks of a node"),
+            ("tensor_parallel", policy.tensor_parallel, "an engine"),
+        ):
+            if largest < count:
+                raise ConfigError(
+                    f"Expected one node with the {count} GPUs of {who} (cluster.{role}.{key}), the"
+                    f" largest has {largest:g}; lower it"
+                )
     if cluster.share_gpus and largest < gpus:
         raise ConfigError(
             f"Expected one node with the {gpus} GPUs that are shared (cluster.share_gpus), the"

@@ -126,23 +126,13 @@ class SharedGpus:
     needs the GPUs: engines that generate between two updates are woken once.
 
     Attributes:
-        group: Ray's placement group of these GPUs.
         slicer: its slots are for as many requests to engines as come, and for ranks exclusive.
-        policies: names of those that use them; see `leave`.
     """
 
-    def __init__(self, group: object) -> None:
-        self.group = group
+    def __init__(self) -> None:
         self.slicer = TimeSlicer[Tenant | None](self._switch)
         self._awake: Tenant | None = None
         self._whole = True
-        self.policies: set[str] = set()
-
-    def leave(self, policy: str) -> bool:
-        """Note that a policy uses the GPUs no more; return whether it was the last one."""
-        was = policy in self.policies
-        self.policies.discard(policy)
-        return was and not self.policies
 
     @asynccontextmanager
     async def sending(self, engines: Tenant) -> AsyncGenerator[None]:
