@@ -145,6 +145,25 @@ def test_a_misnamed_tensor_is_found_before_anything_starts(tmp_path: Path) -> No
         check_weights(folder)
 
 
+def test_a_mixture_of_experts_on_the_hub_is_found_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import transformers
+
+    configs = {"some/moe": transformers.MixtralConfig(), "some/dense": transformers.LlamaConfig()}
+
+    class AutoConfig:
+        @staticmethod
+        def from_pretrained(name: str, **_: Any) -> Any:
+            return configs[name]
+
+    monkeypatch.setattr(transformers, "AutoConfig", AutoConfig)
+    check_weights("some/dense")
+    check_weights("some/unknown")
+    with pytest.raises(ConfigError, match="a dense model .* got some/moe with 8 experts"):
+        check_weights("some/moe")
+
+
 def test_ray_of_another_address_is_not_joined_by_accident(monkeypatch: pytest.MonkeyPatch) -> None:
     stub: Any = ModuleType("ray")
     stub.is_initialized = lambda: False

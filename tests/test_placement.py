@@ -454,6 +454,19 @@ class TestPlacement:
 class TestRefusals:
     """Each is one line that says what is required, what came and what to do."""
 
+    @pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts"])
+    def test_a_mixture_of_experts(self, tmp_path: Path, name: str) -> None:
+        config = json.loads((models._TINY / "config.json").read_text())
+        for experts, key in ((None, "model"), (8, "model"), (8, "extractor_model")):
+            (tmp_path / "config.json").write_text(json.dumps(config | {name: experts}))
+            override = f"{key}={{name: {tmp_path}, dtype: bfloat16}}"
+            if experts is None:
+                place(small(override))
+                continue
+            said = refused(override)
+            assert said.startswith(f"Expected a dense model with runtime openrlhf, got {tmp_path}")
+            assert "8 experts" in said and "\n" not in said
+
     @pytest.mark.parametrize(
         ("overrides", "said"),
         [

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,7 @@ from experiential.training.runtime import LossSettings, Sample
 
 pytestmark = pytest.mark.timeout(60)
 GPUS = 2
+PARAMETERS = 7_000_000_000
 SAMPLE = Sample(tokens=(5, 6, 7), positions=(2,), logprobs=(-1.0,), advantages=(1.0,))
 
 
@@ -225,7 +227,7 @@ class Rank(Actor):
     def awaited(self, answer: Future[Any]) -> Future[Any]:
         if self.gpus.starting.get(self.name) is answer:
             del self.gpus.starting[self.name]
-            self.note(answer, "start")
+            self.note(answer, "start", PARAMETERS)
         return answer
 
     def on_reload_states(self, answer: Future[Any]) -> None:
@@ -261,7 +263,7 @@ class Rank(Actor):
         self._compute(answer, "score", [(-1.0,)])
 
     def on_save_state(self, answer: Future[Any], *_: Any) -> None:
-        self._compute(answer, "save")
+        self._compute(answer, "save", {"places": {self.name: "a file"}, "steps": 3})
 
     def on_load_state(self, answer: Future[Any], _: str) -> None:
         self._compute(answer, "load")
@@ -470,6 +472,31 @@ async def test_states_are_on_the_gpu_while_they_are_saved_read_and_exported(
     ]
     assert gpus.take()[:7] == expected
     assert actor.version == (5 if what == "load" else 0)
+
+
+async def test_the_time_out_of_a_state_grows_with_its_size(
+    policies: tuple[OpenRLHFRuntime, OpenRLHFRuntime],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """12 bytes of 7e9 parameters take 1,680 s at 50 MB/s; the updates keep their 900 s."""
+    asked: list[float] = []
+    answers = runtimes.answers
+
+    def noted(references: Any, who: Any, seconds: float) -> Any:
+        asked.append(seconds)
+        return answers(references, who, seconds)
+
+    actor, _ = policies
+    monkeypatch.setattr(runtimes, "answers", noted)
+    await actor.save(tmp_path)
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert index["places"] == {"actor rank 0": "a file", "actor rank 1": "a file"}
+    assert index["steps"] == 3 and index["version"] == 0 and index["name"] == "actor"
+    await actor.load(tmp_path)
+    await actor.export(tmp_path)
+    await actor.train([SAMPLE], LossSettings())
+    assert [seconds for seconds in asked if seconds != 900] == [2580] * 3 and 900 in asked
 
 
 async def test_training_waits_until_requests_have_ended_and_new_requests_until_it_is_over(

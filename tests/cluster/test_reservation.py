@@ -18,7 +18,7 @@ from experiential.training.openrlhf import reservation as reservations
 from experiential.training.openrlhf.placement import node_bundles
 from experiential.training.openrlhf.reservation import reserve
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 TRIALS = 100
 
 
@@ -144,7 +144,7 @@ def test_processes_stand_where_their_bundles_are(ray: Any, monkeypatch: Any) -> 
         for settings, first in ((sizes(8, 1), 0), (sizes(2, 1, nodes=2), 1))
         for rank in parts.handles(start_ranks(settings, reservation.group, first))
     ]
-    nodes = ray.get([rank.node.remote() for rank in ranks], timeout=300)
+    nodes = ray.get([rank.node.remote() for rank in ranks], timeout=900)
     assert len(set(nodes[:8])) == len(set(nodes[8:10])) == len(set(nodes[10:])) == 1
     assert nodes[8] != nodes[0]
     for rank in ranks:

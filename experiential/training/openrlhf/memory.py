@@ -59,6 +59,9 @@ ENGINE_WORK_GB = 1.0
 LIVE_PARAMETERS = 1e9
 """Most parameters that ZeRO 3 gathers at once: DeepSpeed's ``stage3_max_live_parameters``."""
 
+STATE_BYTES = 12
+"""Bytes of a parameter in a checkpoint: float32 weight and AdamW's two moments."""
+
 
 class Shape(Record):
     """Describe a dense decoder of the Llama family, from which its memory follows.
@@ -133,22 +136,42 @@ def shape_of(name: str) -> Shape | None:
     """
     if name in PUBLISHED:
         return PUBLISHED[name]
+    config = read_config(name)
+    return None if config is None else shape_from_config(config)
+
+
+def read_config(name: str) -> dict[str, Any] | None:
+    """Return the ``config.json`` of a model folder; None for a hub name.
+
+    Raises:
+        ModelNotFoundError: a folder that does not exist, or whose config.json is not JSON.
+    """
     folder = resolve_model(name)
     if not isinstance(folder, Path):
         return None
     file = folder / "config.json"
     try:
-        return shape_from_config(json.loads(file.read_text("utf-8")))
+        return json.loads(file.read_text("utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ModelNotFoundError(
             f"Expected JSON in {file}, got: {error}; copy the model's folder again"
         ) from error
 
 
+def count_experts(config: Mapping[str, Any]) -> int:
+    """Return the experts of a layer in a Hugging Face config; 0 for a dense model.
+
+    >>> count_experts({"num_local_experts": 8, "num_experts_per_tok": 2}), count_experts({})
+    (8, 0)
+    """
+    counts = (value for key, value in config.items() if "experts" in key and isinstance(value, int))
+    return max((count for count in counts if count > 1), default=0)
+
+
 def shape_from_config(config: Mapping[str, Any]) -> Shape | None:
     """Return the shape in a Hugging Face ``config.json``, or None for other architectures."""
     generates = any(str(name).endswith("ForCausalLM") for name in config.get("architectures") or ())
-    if not generates or any("experts" in key for key in config):
+    if not generates or count_experts(config):
         return None
     kind = config.get("model_type")
     try:

@@ -23,6 +23,7 @@ from typing import Any
 from experiential.config import ClusterSettings
 from experiential.errors import ConfigError
 from experiential.training.openrlhf.machine import GpuUse, gpu_uses
+from experiential.training.openrlhf.placement import check_dense
 
 _log = logging.getLogger(__name__)
 LOOK_S = 50.0
@@ -321,14 +322,22 @@ def check_weights(model: str | Path) -> None:
     """Refuse a model folder in which a weight of its architecture is missing or misnamed.
 
     transformers would draw the missing ones at random, and vLLM fails minutes after its start.
-    Names alone are compared; no weight is read.
+    Names alone are compared; no weight is read. Of a hub name, only the config is looked at: a
+    mixture of experts is refused.
 
     Raises:
         ConfigError: names the first weight that is missing, and one that has no place.
     """
+    transformers: Any = import_module("transformers")
     if not isinstance(model, Path):
+        try:
+            config: Any = transformers.AutoConfig.from_pretrained(model, trust_remote_code=True)
+        except Exception as error:  # noqa: BLE001  (of the hub, or the model's own code)
+            _log.warning("the config of %s was not checked: %s", model, error)
+            return
+        check_dense(model, config.to_dict())
         return
-    auto: Any = import_module("transformers").AutoModelForCausalLM
+    auto = transformers.AutoModelForCausalLM
     try:
         loaded: Any = auto.from_pretrained(
             model, device_map="meta", output_loading_info=True, trust_remote_code=True

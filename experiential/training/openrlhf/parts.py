@@ -281,9 +281,14 @@ class _RankMethods:
     fit: Any
     append: Any
     init_model_from_pretrained: Any
+    _rank: int
+    _world_size: int
 
-    def start(self, strategy: Any, model: str, engines: list[Any], reference: bool) -> None:
-        """Load the model, join the other ranks, and connect rank 0 with the engines."""
+    def start(self, strategy: Any, model: str, engines: list[Any], reference: bool) -> int:
+        """Load the model, join the other ranks, and connect rank 0 with the engines.
+
+        Returns the number of the model's parameters.
+        """
         self.init_model_from_pretrained(strategy, model, max_steps=_FAR, vllm_engines=engines)
         frozen = None
         if reference:
@@ -302,6 +307,8 @@ class _RankMethods:
             accumulated=self.strategy.accumulated_gradient,
             reference=frozen,
         )
+        # Under ZeRO 3 a parameter has its own size only while it is gathered.
+        return sum(getattr(p, "ds_numel", p.numel()) for p in self.actor.model.module.parameters())
 
     def take(self, sample: Sample) -> None:
         self.learner.samples.append(sample)
@@ -318,8 +325,9 @@ class _RankMethods:
         if self.strategy.is_rank_0() and not self.trainer.use_cuda_ipc:
             self.trainer._init_vllm_sync_group(self.strategy.args.vllm.sync_backend)
 
-    def save_state(self, folder: str, facts: dict[str, Any]) -> None:
-        save_state(self.actor.model, Path(folder), writes=self.strategy.is_rank_0(), facts=facts)
+    def save_state(self, folder: str) -> dict[str, Any]:
+        rank, ranks = self._rank, self._world_size
+        return save_state(self.actor.model, Path(folder), rank=rank, ranks=ranks)
 
     def load_state(self, folder: str) -> dict[str, Any]:
         return load_state(self.actor.model, Path(folder))

@@ -7,9 +7,9 @@ GPUs that do not exist, and vLLM and DeepSpeed run out of memory minutes after t
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from experiential.config import (
     ActorSettings,
@@ -19,15 +19,19 @@ from experiential.config import (
     PolicyClusterSettings,
 )
 from experiential.errors import ConfigError
+from experiential.training.checkpoint import CheckpointStore
 from experiential.training.openrlhf.machine import Gpu
 from experiential.training.openrlhf.memory import (
     PROCESS_GB,
     PUBLISHED,
+    STATE_BYTES,
     EngineMemory,
     RankMemory,
     Shape,
+    count_experts,
     engine_memory,
     rank_memory,
+    read_config,
     shape_of,
 )
 from experiential.training.openrlhf.versions import engine_arguments
@@ -187,6 +191,18 @@ def _check_model(key: str, model: ModelSettings) -> None:
             f"Expected {key}.dtype to be auto or bfloat16 with runtime openrlhf, got float32: its"
             " ranks and engines work in bfloat16, with float32 master weights in the optimiser;"
             f" set {key}.dtype=auto"
+        )
+    if model.name not in PUBLISHED and (config := read_config(model.name)) is not None:
+        check_dense(model.name, config)
+
+
+def check_dense(name: str, config: Mapping[str, Any]) -> None:
+    """Refuse a model with a mixture of experts; ``config`` is its Hugging Face config."""
+    if experts := count_experts(config):
+        raise ConfigError(
+            f"Expected a dense model with runtime openrlhf, got {name} with {experts} experts: vLLM"
+            " and the ranks may route a token to different experts, which makes importance ratios"
+            " wrong, and the memory arithmetic knows dense models only; train a dense model"
         )
 
 
@@ -414,6 +430,14 @@ def describe_placement(experiment: Experiment, placement: Placement) -> Iterator
             moved = (rank.gradients + rank.optimizer) * settings.gpus_per_node
             asleep = moved + engine.weights * policy.engine_gpus
             hosts.append(f"{asleep:.1f} GB while the {policy.role} sleeps")
+    sizes = {p.role: STATE_BYTES * p.shape.parameters / 1e9 for p in placement.policies if p.shape}
+    if len(sizes) == len(placement.policies):
+        listed = " + ".join(f"{role} {size:.1f}" for role, size in sizes.items())
+        size, keep = sum(sizes.values()), CheckpointStore.keep
+        yield (
+            f"checkpoint: {size:.1f} GB = {listed}, written by all ranks;"
+            f" {(keep + 1) * size:.1f} GB on disk while it is written beside the {keep} kept"
+        )
     embedder = PUBLISHED.get(experiment.bank.embedder or "")
     if embedder:
         need, name = f"{4 * embedder.parameters / 1e9:.1f} GB", experiment.bank.embedder

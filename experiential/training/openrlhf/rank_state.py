@@ -1,14 +1,14 @@
 """Save weights and optimiser of a DeepSpeed engine so that any number of ranks can resume.
 
 DeepSpeed's own checkpoints hold one file per rank and fit that number of ranks only. Here every
-tensor is gathered from its parts, one after the other, and rank 0 writes it; each rank takes its
-part when it is read again.
+tensor is gathered from its parts, one after the other, and one of the ranks writes it, so that all
+write at once; each rank takes its part when it is read again.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,20 @@ _KEYS = ("weight", "exp_avg", "exp_avg_sq")
 _SHARD_BYTES = 2 << 30
 
 
-def save_state(engine: Any, folder: Path, *, writes: bool, facts: Mapping[str, Any]) -> None:
-    """Gather weights and AdamW's moments in float32 and write them in shards of at most 2 GB.
+def save_state(engine: Any, folder: Path, *, rank: int, ranks: int) -> dict[str, Any]:
+    """Gather weights and AdamW's moments in float32, and write those that fall to this rank.
 
-    All ranks must call it. The index is written last, so a folder with one is whole.
+    All ranks must call it. The state is whole once `write_index` has their results.
 
     Args:
         engine: a DeepSpeed engine with ZeRO stage 1, 2 or 3.
-        folder: seen by rank 0; created.
-        writes: whether this is the rank that writes.
-        facts: JSON to keep in the index.
+        folder: seen by all ranks; created.
+        rank: number of this rank.
+        ranks: number of all ranks; each writes about as many bytes, in files of at most 2 GB or
+            one tensor.
+
+    Returns:
+        this rank's part of the index.
     """
     save_file: Any = import_module("safetensors.torch").save_file
     fragments: Any = import_module("deepspeed.utils")
@@ -41,29 +45,41 @@ def save_state(engine: Any, folder: Path, *, writes: bool, facts: Mapping[str, A
     shard: dict[str, torch.Tensor] = {}
 
     def write() -> None:
-        file = f"state-{len(set(places.values())):05d}.safetensors"
+        file = f"state-{rank:05d}-{len(set(places.values())):05d}.safetensors"
         save_file(shard, folder / file)
         places.update(dict.fromkeys(shard, file))
         shard.clear()
 
+    sizes = [0] * ranks  # dealt out evenly from the start: ranks that write hold up the others
     for name, parameter in engine.module.named_parameters():
         for key in _KEYS if parameter.requires_grad else ():
             if key == "weight":
                 value = fragments.safe_get_full_fp32_param(parameter)
             else:
                 value = fragments.safe_get_full_optimizer_state(parameter, key)
-            if not writes:
+            writer = sizes.index(min(sizes))
+            sizes[writer] += value.nbytes
+            if writer != rank:
                 continue
             if shard and sum(t.nbytes for t in shard.values()) + value.nbytes > _SHARD_BYTES:
                 write()
             shard[f"{name}:{key}"] = value.cpu().contiguous()
-    if writes:
+    if shard:
         write()
-        # Updates that AdamW has counted, for its bias correction.
-        states = engine.optimizer.optimizer.state.values()
-        steps = max((int(state["step"]) for state in states if "step" in state), default=0)
-        index = {"places": places, "steps": steps, **facts}
-        (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+    # Updates that AdamW has counted, for its bias correction.
+    states = engine.optimizer.optimizer.state.values()
+    steps = max((int(state["step"]) for state in states if "step" in state), default=0)
+    return {"places": places, "steps": steps}
+
+
+def write_index(folder: Path, parts: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
+    """Join the results of `save_state` of all ranks; a folder with an index is whole.
+
+    ``facts`` is JSON to keep beside them.
+    """
+    places = {name: file for part in parts for name, file in part["places"].items()}
+    index = {"places": places, "steps": parts[0]["steps"], **facts}
+    (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
 
 
 def load_state(engine: Any, folder: Path) -> dict[str, Any]:

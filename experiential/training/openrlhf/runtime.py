@@ -31,9 +31,10 @@ from experiential.training.openrlhf.causes import shorten
 from experiential.training.openrlhf.engines import Engine, Engines
 from experiential.training.openrlhf.env_workers import EnvWorkers
 from experiential.training.openrlhf.learner import BLANK, RankStats
+from experiential.training.openrlhf.memory import STATE_BYTES
 from experiential.training.openrlhf.nodes import check_nodes, check_weights
 from experiential.training.openrlhf.placement import node_bundles, place
-from experiential.training.openrlhf.rank_state import read_index
+from experiential.training.openrlhf.rank_state import read_index, write_index
 from experiential.training.openrlhf.reservation import Reservation, reserve
 from experiential.training.openrlhf.supervisor import answers, explain, is_joined, joined_ray
 from experiential.training.openrlhf.time_slicing import SharedGpus, Tenant
@@ -49,6 +50,8 @@ from experiential.types import Generation
 
 ANSWERS_S = 15.0
 """Time in which the head node of a cluster must answer."""
+SLOWEST_DISK = 50e6
+"""Bytes a second that a shared file system takes at least, for time-outs; a guess."""
 M = TypeVar("M", bound=Callable[..., Any])
 
 _FIXED = (
@@ -125,6 +128,7 @@ class OpenRLHFRuntime(PolicyRuntime):
     ) -> None:
         self.name, self.settings, self._cluster = name, settings, cluster
         self.tokenizer, self.thread, self._shared = tokenizer, thread, shared
+        self._state_s = cluster.call_timeout  # and the time for writing the weights, once ready
         self.version = self._served = 0  # optimiser steps; engines may be one `sync` behind
         self._tokens = 0
         self._training = asyncio.Lock()
@@ -195,7 +199,8 @@ class OpenRLHFRuntime(PolicyRuntime):
         """
         async with _explained():
             await self._engines.connect(first=True)
-            await answers(self._starting, self._rank_names, self._cluster.start_timeout)
+            sizes = await answers(self._starting, self._rank_names, self._cluster.start_timeout)
+        self._state_s = self._cluster.call_timeout + STATE_BYTES * max(sizes) / SLOWEST_DISK
         self.busy()
 
     @property
@@ -322,16 +327,18 @@ class OpenRLHFRuntime(PolicyRuntime):
     @_on_cluster_loop
     async def save(self, folder: Path) -> None:
         """Write weights, optimiser state and version; ``load`` may be on other numbers of ranks."""
-        facts = {"name": self.name, "version": self.version}
+        folder = folder.absolute()  # ranks have another working directory
         async with self._computing():
-            await self._all("save_state", str(folder), facts)
+            parts = await self._all("save_state", str(folder), seconds=self._state_s)
+        write_index(folder, parts, {"name": self.name, "version": self.version})
 
     @_on_cluster_loop
     async def load(self, folder: Path) -> None:
         """Restore a state written by ``save``, and send it to the engines."""
-        index = read_index(Path(folder))
+        folder = folder.absolute()
+        index = read_index(folder)
         async with self._computing():
-            await self._all("load_state", str(folder))
+            await self._all("load_state", str(folder), seconds=self._state_s)
         self.version = int(index["version"])
         await self.sync()
 
@@ -339,7 +346,7 @@ class OpenRLHFRuntime(PolicyRuntime):
     async def export(self, folder: Path) -> None:
         """Write weights and tokenizer in Hugging Face format."""
         async with self._computing():
-            await self._all("export", str(folder))
+            await self._all("export", str(folder.absolute()), seconds=self._state_s)
 
     def busy(self) -> dict[str, float]:
         """Return the shares of the time since the last call in which engines and ranks worked."""
@@ -358,12 +365,18 @@ class OpenRLHFRuntime(PolicyRuntime):
         self._ranks.clear()
         self._reservation.leave(self.name)
 
-    async def _all(self, method: str, *arguments: Any, **divided: list[Any]) -> list[Any]:
-        """Call a method in all ranks; each gets its part of a ``divided`` list, in order."""
+    async def _all(
+        self, method: str, *arguments: Any, seconds: float | None = None, **divided: list[Any]
+    ) -> list[Any]:
+        """Call a method in all ranks; each gets its part of a ``divided`` list, in order.
+
+        They must answer within ``seconds``, by default ``cluster.call_timeout``.
+        """
         run = self._group.async_run_method_batch if divided else self._group.async_run_method
         references = run(method, *arguments, **divided)
         async with _explained():
-            return await answers(references, self._rank_names, self._cluster.call_timeout)
+            seconds = seconds or self._cluster.call_timeout
+            return await answers(references, self._rank_names, seconds)
 
     async def _broadcast(self, *, reconnect: bool = False) -> None:
         """Send the weights of the ranks; no engine draws a token meanwhile.
