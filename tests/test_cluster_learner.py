@@ -22,6 +22,7 @@ from experiential.llm.base import SamplingParams
 from experiential.llm.transformers import TransformersLLM
 from experiential.training.local import LocalRuntime
 from experiential.training.losses import Sums, add_sums, means
+from experiential.training.openrlhf import learner as learners
 from experiential.training.openrlhf.learner import BLANK, Learner
 from experiential.training.runtime import LossSettings, Sample, sample_from_generation
 from tests.llm_tiny import tiny_random_model
@@ -205,6 +206,48 @@ async def test_ranks_together_have_the_gradient_and_the_loss_of_the_local_runtim
     assert combined.keys() == stats.metrics.keys()
     for name, value in stats.metrics.items():
         assert combined[name] == pytest.approx(value, rel=1e-3, abs=1e-5)
+
+
+async def test_logits_a_few_at_a_time_change_neither_loss_nor_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The output layer sees no position that is not trained, and at most three at a time."""
+    samples = await drawn(local())
+    loss = LossSettings(kind="ppo", low=0.04, high=0.04)
+    made: list[int] = []
+    linear = torch.nn.Linear.forward
+
+    def counted(self: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor:
+        out = linear(self, states)
+        if self.out_features == vocabulary:
+            made.append(out.numel() // vocabulary)
+        return out
+
+    vocabulary = tiny_random_model()[0].config.vocab_size
+    monkeypatch.setattr(torch.nn.Linear, "forward", counted)
+    found: list[tuple[float, torch.Tensor]] = []
+    for tokens in (1000, 3):
+        made.clear()
+        monkeypatch.setattr(learners, "LOGITS", tokens * vocabulary)
+        model, tokenizer = tiny_random_model()
+        rank = Rank(model, tokenizer, 1, 4)
+        rank.tokens = sum(len(s.positions) for s in samples)
+        learner = Learner(
+            rank,
+            fit=rank.fit,
+            append=rank.buffer.append,
+            make_experience=SimpleNamespace,
+            accumulated=4,
+        )
+        learner.samples += [*samples, *[BLANK] * (12 - len(samples))]
+        stats = learner.learn(loss, updates=1, version=0)
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        found.append((stats.loss, gradient))
+        assert max(made) <= tokens
+    (whole, wanted), (parts, gradient) = found
+    assert max(made) == 3 and sum(made) > rank.tokens, "in several pieces, and again going back"
+    assert parts == pytest.approx(whole, rel=1e-5) and wanted.abs().max() > 1e-3
+    assert torch.allclose(gradient, wanted, atol=1e-5, rtol=1e-5)
 
 
 async def test_scores_are_the_log_probabilities_of_each_sample_in_the_order_given() -> None:

@@ -34,6 +34,8 @@ from experiential.llm.base import IN_PROCESS, LLM, SamplingParams, open_llm
 _TINY = Path(__file__).parent / "tiny"
 ADAPTER = "adapter_config.json"
 """File by which a folder with a LoRA adapter is known."""
+AFTER_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Entries of a config, neither None nor 1, with which a model changes the logits of its head."""
 _BUNDLED_ID = re.compile("(tiny|smollm2)-[0-9a-f]{8}")
 _NARROWEST_BFLOAT16 = 512
 """Width below which products in bfloat16 gain less than their conversions cost, as measured."""

@@ -20,7 +20,7 @@ from experiential.config import Experiment, ModelSettings, OptimSettings
 from experiential.errors import CheckpointError, ConfigError
 from experiential.llm.base import Prompt, SamplingParams
 from experiential.llm.executor import DeviceExecutor
-from experiential.llm.models import merged_weights
+from experiential.llm.models import AFTER_HEAD, merged_weights
 from experiential.llm.states import MEMORY_SHARE, free_memory, total_memory
 from experiential.llm.transformers import TransformersLLM
 from experiential.llm.vllm import VLLM
@@ -492,9 +492,8 @@ class LocalRuntime(PolicyRuntime):
             for p in samples[m].positions
         ]
         inputs = self._inputs(row, branching=self._branching)
-        late = ("final_logit_softcapping", "logit_scale", "logits_scaling")
         with self._attention():
-            if any(getattr(base.config, name, None) not in (None, 1, 1.0) for name in late):
+            if any(getattr(base.config, name, None) not in (None, 1, 1.0) for name in AFTER_HEAD):
                 states, head = self._model(**inputs).logits[0], torch.nn.Identity()
             else:  # the head sees only the positions that are asked for
                 states = base.base_model(**inputs).last_hidden_state[0]

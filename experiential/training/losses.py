@@ -84,6 +84,7 @@ def measure_tokens(
     *,
     frozen: bool = False,
     teacher: Tensor | None = None,
+    at_once: int | None = None,
 ) -> Tensor:
     """Measure every trained token without the logits of all of them at once.
 
@@ -101,6 +102,7 @@ def measure_tokens(
         frozen: whether ``head`` takes no gradient.
         teacher: states of a teacher for the same tokens, shape (n, width); ``token_divergences``
             is measured then.
+        at_once: logits that are held at a time; None takes `LOGITS`.
 
     Returns:
         one number per trained token, shape (n,).
@@ -118,7 +120,7 @@ def measure_tokens(
 
     with torch.no_grad():
         vocabulary = head(states[:1]).shape[1]
-    size = max(1, LOGITS // vocabulary // (1 if teacher is None else 2))
+    size = max(1, (at_once or LOGITS) // vocabulary // (1 if teacher is None else 2))
     if len(states) <= size:
         return work(states, members, teacher)
     again = cast("Any", torch.utils.checkpoint).checkpoint  # torch leaves its arguments untyped

@@ -10,16 +10,17 @@ from typing import Any, cast
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from experiential.llm.models import AFTER_HEAD
 from experiential.llm.request import Schemas
 from experiential.training.losses import (
     Sums,
     add_sums,
     batch_loss,
     begin_ratios,
-    blocked_tokens,
     means,
-    token_logprobs,
+    measure_tokens,
 )
+from experiential.training.openrlhf.memory import LOGITS
 from experiential.training.runtime import LossSettings, Sample
 
 BLANK = Sample(tokens=(0, 0), positions=(), logprobs=(), advantages=())
@@ -43,8 +44,8 @@ class Learner:
     """Train one rank's samples with OpenRLHF's policy actor.
 
     It replaces the loss function and the forward pass of OpenRLHF's trainer (temperature and
-    constraints are those of each sample, and only trained positions are brought to float32), and
-    notes before each training step which samples the step is about.
+    constraints are those of each sample, and logits are made for trained positions only, a bounded
+    number at a time), and notes before each training step which samples the step is about.
 
     Args:
         trainer: OpenRLHF's ``ActorPPOTrainer`` of this rank.
@@ -199,15 +200,29 @@ class Learner:
 
         ``sequences`` holds token ids, one row a member, shape (b, t).
         """
-        positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-        logits = model(sequences, attention_mask=attention_mask, position_ids=positions).logits
+        inputs = {
+            "attention_mask": attention_mask,
+            "position_ids": (attention_mask.long().cumsum(-1) - 1).clamp(min=0),
+        }
         places = [(i, p - 1) for i, sample in enumerate(members) for p in sample.positions]
-        rows, columns = torch.tensor(places, dtype=torch.long).reshape(-1, 2).to(logits.device).T
-        picked = logits[rows, columns].float()
-        blocked = blocked_tokens(members, picked.shape[1], self._schemas) if places else None
-        if blocked is not None:
-            blocked = blocked.to(picked.device)
-        return token_logprobs(picked, members, blocked)
+        rows, columns = torch.tensor(places, dtype=torch.long).reshape(-1, 2).to(sequences.device).T
+
+        def measure(states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+            return measure_tokens(
+                states[rows, columns], head, members, self._schemas, at_once=LOGITS
+            )
+
+        inner = model.module  # of DeepSpeed's engine
+        if any(getattr(inner.config, name, None) not in (None, 1, 1.0) for name in AFTER_HEAD):
+            return measure(model(sequences, **inputs).logits, torch.nn.Identity())
+        # Within its head's forward pass, because a rank of ZeRO 3 has its weights only there.
+        head = inner.get_output_embeddings()
+        usual = head.forward
+        head.forward = lambda states: measure(states, usual)
+        try:
+            return model(sequences, **inputs).logits
+        finally:
+            head.forward = usual
 
     @torch.no_grad()
     def _logprobs_of(self, model: Any) -> list[torch.Tensor]:

@@ -16,7 +16,9 @@ vocabulary of V, a rank holds:
 | float32 gradients while the optimiser steps; none with ``offload_optimizer`` | 4 N | ZeRO 1 |
 | weights gathered from other ranks under ZeRO 3, to DeepSpeed's limit | 2 min(N, 1e9) | |
 | activations | T (layers A), or with checkpointing T (layers 2 hidden + A) | |
-| logits | V (2 T + 12 P) for P trained positions | |
+| states of P trained positions, and their gradients | 4 P hidden | |
+| logits, X = min(P V, `LOGITS`) at a time, and gradients of the head | 12 X + 2 V hidden | |
+| gradients of the head while those of several pieces are added | 6 V hidden | |
 | process: CUDA context, NCCL buffers, fragments | 1.5e9, assumed | |
 
 A, kept by one layer of one token for the backward pass, is ``16 hidden + 4 queries + 4 keys + 8
@@ -26,11 +28,13 @@ four tensors of the gated feed-forward part. Norms of queries and keys (Qwen3) k
 keys) more, ``eager`` attention its scores: 6 heads L. On the CPU this is within 4 % of what
 autograd keeps of Llama, Qwen2 and Qwen3 (a test).
 
-The logits are bfloat16 at every position; those of trained positions are brought to float32,
-divided by the temperature and put through log-softmax, which makes three of that size (measured on
-the CPU, a test; where draws were restricted, one byte more). P is at most T and at most the sampled
-tokens of M sequences. Activations and logits are gone when the optimiser steps, so the larger of
-the two moments counts.
+Logits are made for trained positions only, and again in the backward pass. They are brought to
+float32, divided by the temperature and put through log-softmax: 12 bytes of each at one moment,
+and one more where draws were restricted. The gradients of the output layer's weight from one
+piece, from those before it and their sum are alive together (both measured on the CPU, a test). P
+is at most T and at most the sampled tokens of M sequences. In the dry run, ``logits`` are the
+states and the larger of the two rows after them. Activations and logits are gone when the
+optimiser steps, so the larger of the two moments counts.
 
 An engine takes ``gpu_memory`` of a GPU: its part of the weights (2 N / tensor_parallel), the
 process, 1e9 for the work of one forward pass (assumed), and the rest is cache: 2 (key, value) x 2
@@ -49,7 +53,7 @@ from pydantic import Field, ValidationError
 
 from experiential.config import PolicyClusterSettings
 from experiential.errors import ModelNotFoundError
-from experiential.llm.models import resolve_model
+from experiential.llm.models import AFTER_HEAD, resolve_model
 from experiential.types import Record
 
 PROCESS_GB = 1.5
@@ -59,6 +63,10 @@ ENGINE_WORK_GB = 1.0
 LIVE_PARAMETERS = 1e9
 """Most parameters that ZeRO 3 gathers at once: DeepSpeed's ``stage3_max_live_parameters``."""
 
+LOGITS = 2**27
+"""Logits that a rank makes at a time: 883 positions of Qwen2.5-7B, so that a product of the head is
+no smaller than its weight, which each piece reads.
+"""
 STATE_BYTES = 12
 """Bytes of a parameter in a checkpoint: float32 weight and AdamW's two moments."""
 
@@ -173,6 +181,8 @@ def shape_from_config(config: Mapping[str, Any]) -> Shape | None:
     generates = any(str(name).endswith("ForCausalLM") for name in config.get("architectures") or ())
     if not generates or count_experts(config):
         return None
+    if any(config.get(name) not in (None, 1, 1.0) for name in AFTER_HEAD):
+        return None
     kind = config.get("model_type")
     try:
         heads = config["num_attention_heads"]
@@ -248,6 +258,8 @@ def rank_memory(
     of_stage = {least: billions / (ranks if stage >= least else 1) for least in (1, 2, 3)}
     positions = settings.micro_batch_size * settings.max_length
     trained = settings.micro_batch_size * min(sampled, settings.max_length)
+    made, head = shape.vocabulary * trained, shape.vocabulary * shape.hidden
+    at_once = max(12 * min(made, LOGITS) + 2 * head, 6 * head if made > LOGITS else 0)
     offload = settings.offload_optimizer
     return RankMemory(
         weights=2 * of_stage[3],
@@ -256,7 +268,7 @@ def rank_memory(
         reference=2 * of_stage[3] if reference else 0.0,
         gathered=2 * min(billions, LIVE_PARAMETERS / 1e9) if stage == 3 else 0.0,
         activations=positions * token_activations(shape, settings) / 1e9,
-        logits=shape.vocabulary * (2 * positions + 12 * trained) / 1e9,
+        logits=(4 * trained * shape.hidden + at_once) / 1e9,
         step=0.0 if offload else 4 * of_stage[1],
         host=12 * of_stage[1] if offload else 0.0,
     )
