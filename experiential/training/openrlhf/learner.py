@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -218,7 +218,7 @@ class Learner:
         # Within its head's forward pass, because a rank of ZeRO 3 has its weights only there.
         head = inner.get_output_embeddings()
         usual = head.forward
-        head.forward = lambda states: measure(states, usual)
+        head.forward = partial(measure, head=usual)
         try:
             return model(sequences, **inputs).logits
         finally:
