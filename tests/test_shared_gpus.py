@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from experiential.config import ClusterSettings, Experiment, PolicyClusterSettings
-from experiential.errors import BackendError, ConfigError, EnvError
+from experiential.errors import BackendError, CheckpointError, ConfigError, EnvError
 from experiential.llm import vllm
 from experiential.llm.base import SamplingParams
 from experiential.recipe import load_experiment
@@ -76,6 +76,10 @@ class Gpus:
     """Everybody has a GPU; anything is possible."""
     seconds: float = 0.0
     """That anything takes which is not held."""
+    dies: list[str] = field(default_factory=list[str])
+    """Who dies while weights are sent, which then fails."""
+    elsewhere: set[str] = field(default_factory=set[str])
+    """Ranks whose files the trainer cannot see."""
 
     def awake(self) -> set[str]:
         """Who takes memory for more than sleeping: engines of a role, ranks of a role."""
@@ -245,7 +249,14 @@ class Rank(Actor):
             self.gpus.awake()
         )
         assert all(parts == {"weights"} for parts in engines)
+        if self.gpus.dies:
+            self.gpus.dead.update(self.gpus.dies)
+            self.gpus.dies.clear()
+            raise RayTaskError("Connection closed by peer")
         self.note(answer, "broadcast")
+
+    def on_reconnect(self, answer: Future[Any], engines: list[Engine]) -> None:
+        self.note(answer, f"reconnect {' and '.join(engine.name for engine in engines)}")
 
     def _compute(self, answer: Future[Any], what: str, result: Any = None) -> None:
         assert self.gpus.apart or self.gpus.ranks[self.name], (
@@ -262,8 +273,11 @@ class Rank(Actor):
     def on_score(self, answer: Future[Any]) -> None:
         self._compute(answer, "score", [(-1.0,)])
 
-    def on_save_state(self, answer: Future[Any], *_: Any) -> None:
-        self._compute(answer, "save", {"places": {self.name: "a file"}, "steps": 3})
+    def on_save_state(self, answer: Future[Any], folder: str) -> None:
+        assert Path(folder).is_absolute(), "its working directory is another"
+        if self.name not in self.gpus.elsewhere:
+            (Path(folder) / f"of {self.name}").touch()
+        self._compute(answer, "save", {"places": {self.name: f"of {self.name}"}, "steps": 3})
 
     def on_load_state(self, answer: Future[Any], _: str) -> None:
         self._compute(answer, "load")
@@ -491,12 +505,30 @@ async def test_the_time_out_of_a_state_grows_with_its_size(
     monkeypatch.setattr(runtimes, "answers", noted)
     await actor.save(tmp_path)
     index = json.loads((tmp_path / INDEX).read_text())
-    assert index["places"] == {"actor rank 0": "a file", "actor rank 1": "a file"}
+    assert index["places"] == {name: f"of {name}" for name in ("actor rank 0", "actor rank 1")}
     assert index["steps"] == 3 and index["version"] == 0 and index["name"] == "actor"
     await actor.load(tmp_path)
     await actor.export(tmp_path)
     await actor.train([SAMPLE], LossSettings())
     assert [seconds for seconds in asked if seconds != 900] == [2580] * 3 and 900 in asked
+
+
+async def test_a_state_of_which_the_trainer_sees_only_a_part_is_no_checkpoint(
+    policies: tuple[OpenRLHFRuntime, OpenRLHFRuntime],
+    gpus: Gpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank writes on another node, to a folder that is not shared."""
+    monkeypatch.setattr(runtimes, "APPEARS_S", 0.01)
+    monkeypatch.chdir(tmp_path)
+    gpus.elsewhere.add("actor rank 1")
+    with pytest.raises(CheckpointError, match=f"wrote in {tmp_path}, found no of actor rank 1"):
+        await policies[0].save(Path("."))
+    assert not (tmp_path / INDEX).exists()
+    gpus.elsewhere.clear()
+    await policies[0].save(Path("."))
+    assert (tmp_path / INDEX).exists()
 
 
 async def test_training_waits_until_requests_have_ended_and_new_requests_until_it_is_over(
@@ -712,6 +744,44 @@ async def test_without_sharing_no_call_is_added(
         runtime.close()
 
 
+@pytest.fixture
+def apart(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenRLHFRuntime]:
+    """An actor whose two engines have GPUs of their own, numbered as they start."""
+    gpus.apart = True
+    numbers = itertools.count()
+    start = lambda *_, **__: parts.watch_engine(Engine(f"engine {next(numbers)}", gpus))  # noqa: E731
+    monkeypatch.setattr(parts, "start_engine", start)
+    policies = build_runtimes(experiment("cluster.share_gpus=false"))
+    gpus.take()
+    yield policies[0]
+    for runtime in policies:
+        runtime.close()
+
+
+async def test_weights_are_sent_again_without_the_engine_that_dies_meanwhile(
+    apart: OpenRLHFRuntime, gpus: Gpus
+) -> None:
+    gpus.dies.append("engine 0")
+    await apart.sync()
+    calls = gpus.calls.copy()
+    sent = calls.index("actor rank 0: broadcast")
+    assert "actor rank 0: reconnect engine 1" in calls[:sent]
+    assert "engine 1: resume" in calls[sent:]
+    while not all(engine.serving for engine in apart._engines.engines):
+        await asyncio.sleep(0.001)
+    assert "actor rank 0: reconnect engine 4 and engine 1" in gpus.calls
+    assert (gpus.calls[-1], apart.restarts) == ("engine 1: resume", 1)
+
+
+async def test_a_rank_that_fails_without_a_lost_engine_ends_the_sync(
+    apart: OpenRLHFRuntime, gpus: Gpus
+) -> None:
+    gpus.dies.append("nobody")
+    with pytest.raises(BackendError, match="Connection closed"):
+        await apart.sync()
+    assert gpus.take()[-1] == "engines: resume", "they go on"
+
+
 # What Ray and OpenRLHF are asked for
 
 
@@ -830,9 +900,7 @@ def sleeping_engines(
     scheduling: Any = ModuleType("ray.util.scheduling_strategies")
     scheduling.PlacementGroupSchedulingStrategy = dict
     monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", scheduling)
-    module: Any = ModuleType("openrlhf.trainer.ray.vllm_engine")
-    module.RolloutRayActor = RolloutRayActor
-    monkeypatch.setitem(sys.modules, "openrlhf.trainer.ray.vllm_engine", module)
+    monkeypatch.setattr(parts, "_engine_actor", lambda: RolloutRayActor)
     ray.get = get
     settings = PolicyClusterSettings(engines=2, tensor_parallel=2, gpu_memory=0.4)
     started = parts.start_sleeping_engines(

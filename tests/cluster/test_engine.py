@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import pytest
 
 from experiential.config import ModelSettings, OptimSettings
@@ -265,6 +266,30 @@ async def test_a_killed_engine_is_replaced_by_one_with_the_weights_of_now(
     assert actor.restarts == before + 1
     samples = samples_of(await responses(actor))
     assert kl(flat(await actor.score(samples)), flat([s.logprobs for s in samples])) < 1e-3
+
+
+def processes(ray: Any, handle: Any) -> tuple[psutil.Process, psutil.Process]:
+    """The process of an engine's actor, and vLLM's own below it."""
+    actor = psutil.Process(ray._private.state.actors(handle._actor_id.hex())["Pid"])
+    (core,) = [child for child in actor.children() if "EngineCore" in "".join(child.cmdline())]
+    return actor, core
+
+
+@pytest.mark.parametrize("which", [1, 0], ids=["vllm", "actor"])
+async def test_a_process_killed_unnoticed_is_replaced_and_leaves_none_behind(
+    policies: tuple[Any, Any], initial: tuple[Path, Path], ray_with_gpus: Any, which: int
+) -> None:
+    extractor = policies[1]
+    await extractor.load(initial[1])
+    before = extractor.restarts
+    killed = processes(ray_with_gpus, extractor._engines.handles[0])
+    killed[which].kill()
+    await extractor.sync()
+    assert extractor.restarts == before + 1
+    samples = samples_of(await responses(extractor))
+    assert kl(flat(await extractor.score(samples)), flat([s.logprobs for s in samples])) < 1e-3
+    gone, alive = psutil.wait_procs(killed, timeout=60)
+    assert len(gone) == 2, alive
 
 
 async def test_a_checkpoint_is_resumed_on_two_ranks_with_zero_3_and_a_dead_rank_is_named(

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from asyncio import FIRST_COMPLETED as FIRST
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
+from experiential.errors import BackendError
+from experiential.sync import awaited
 from experiential.training.openrlhf.supervisor import Incarnation, LostActorError, Supervisor
 
+_log = logging.getLogger(__name__)
 SESSIONS = 10_000
 """Conversations whose engine is remembered; the one that was silent longest is forgotten first."""
 
@@ -18,11 +24,22 @@ class Engine(Supervisor):
 
     Attributes:
         running: number of its requests without an answer yet.
-        connected: the actor that the ranks are connected with and that has their weights.
+        fresh: the actor that got the weights of the ranks, lately or before they began.
     """
 
     running = 0
-    connected: Incarnation | None = None
+    fresh: Incarnation | None = None
+
+    @property
+    def present(self) -> Incarnation | None:
+        """Return the actor that has started and was not lost; None if there is none."""
+        actor = self._current
+        return actor if actor is not None and actor.started else None
+
+    @property
+    def serving(self) -> Incarnation | None:
+        """Return the present actor if it has the weights of the ranks, else None."""
+        return self.present if self.present is self.fresh else None
 
 
 class Engines:
@@ -32,15 +49,29 @@ class Engines:
     session, and a request without one, goes to the least busy engine. An engine that takes longer
     than ``cluster.call_timeout`` for a request counts as dead.
 
+    A lost engine is started again while the others serve, and serves after it got the weights of
+    now. One that cannot be started again is done without, as long as another is left.
+
     Args:
-        engines: started when they are needed.
-        reconnect: awaited after an engine was started again: connects it and sends it the weights
-            of now.
+        engines: all are started by `start`.
+        reconnect: awaited after an engine was started again: gives the weights of now to all that
+            are `present`.
+        together: the engines share GPUs, and none goes on without the others.
+
+    Attributes:
+        connected: the actors that the ranks send weights to.
     """
 
-    def __init__(self, engines: list[Engine], reconnect: Callable[[], Awaitable[None]]) -> None:
-        self.engines, self._reconnect = engines, reconnect
-        self._mending = asyncio.Lock()
+    def __init__(
+        self,
+        engines: list[Engine],
+        reconnect: Callable[[], Awaitable[object]],
+        *,
+        together: bool = False,
+    ) -> None:
+        self.engines, self._reconnect, self._together = engines, reconnect, together
+        self.connected: list[Incarnation] = []
+        self._returning = dict[Engine, asyncio.Task[None]]()
         self._sessions: dict[str, Engine] = {}  # least recently asked first
         self._first = 0
         self._busy, self._busy_since = 0.0, 0.0
@@ -51,26 +82,33 @@ class Engines:
         return [engine.current.handle for engine in self.engines]
 
     @property
+    def returning(self) -> list[asyncio.Task[None]]:
+        """Return the tasks that start lost engines again."""
+        return list(self._returning.values())
+
+    @property
     def busy(self) -> float:
         """Return the seconds in which at least one request was running."""
         running = any(engine.running for engine in self.engines)
         return self._busy + (time.perf_counter() - self._busy_since if running else 0.0)
 
-    async def connect(self, *, first: bool = False) -> None:
-        """Start engines that are lost and give them the weights of now; requests wait meanwhile.
-
-        ``first`` only waits until all have started, since the ranks connect when they start.
+    async def start(self) -> None:
+        """Wait until all engines have started; the ranks connect with them when they start.
 
         Raises:
             LostActorError: one died or took longer than the start time-out.
         """
-        async with self._mending:
-            if any(engine.connected is not engine.current for engine in self.engines):
-                actors = await asyncio.gather(*(engine.started() for engine in self.engines))
-                if not first:
-                    await self._reconnect()
-                for engine, actor in zip(self.engines, actors, strict=True):
-                    engine.connected = actor
+        actors = await asyncio.gather(*(engine.started() for engine in self.engines))
+        for engine, actor in zip(self.engines, actors, strict=True):
+            engine.fresh = actor
+        self.connected = actors
+
+    def close(self) -> None:
+        """End all engines; may be called from any thread, and twice."""
+        for engine in self.engines:
+            engine.close()
+        for task in self.returning:
+            task.get_loop().call_soon_threadsafe(task.cancel)
 
     async def generate(self, ids: Sequence[int], params: Any, session: str | None = None) -> Any:
         """Return vLLM's output for one prompt, drawn again if its engine is lost.
@@ -78,12 +116,10 @@ class Engines:
         The session of a lost engine then goes to the least busy one.
 
         Raises:
-            BackendError: the engine refused it, or was lost more often than it may be started
-                again.
+            BackendError: the engine refused it, or no engine is left.
         """
         while True:
-            await self.connect()
-            engine = self._engine_of(session)
+            engine = self._engine_of(session, await self._serving())
             actor = engine.current
             if not any(e.running for e in self.engines):
                 self._busy_since = time.perf_counter()
@@ -92,42 +128,116 @@ class Engines:
                 found = await engine.ask(actor, "generate", list(ids), params)
                 return found.outputs[0]
             except LostActorError as error:
-                engine.lose(actor, error.reason)
-                self._sessions = {s: e for s, e in self._sessions.items() if e is not engine}
+                self._lose(engine, actor, error)
             finally:
                 engine.running -= 1
                 if not any(e.running for e in self.engines):
                     self._busy += time.perf_counter() - self._busy_since
 
-    def _engine_of(self, session: str | None) -> Engine:
+    async def _serving(self) -> list[Engine]:
+        """Return the engines that answer requests; wait for a restart while there is none."""
+        while True:
+            if self._together:
+                _ = self.handles  # raises if one is lost
+            if found := [engine for engine in self.engines if engine.serving]:
+                return found
+            await self._restarted()
+
+    def _engine_of(self, session: str | None, serving: list[Engine]) -> Engine:
         """Return the engine that a session is on, or the least busy one, ties in turn."""
         engine = None if session is None else self._sessions.pop(session, None)
-        if engine is None:
+        if engine not in serving:
             order = self.engines[self._first :] + self.engines[: self._first]
             self._first = (self._first + 1) % len(self.engines)
-            engine = min(order, key=lambda e: e.running)
+            engine = min((e for e in order if e in serving), key=lambda e: e.running)
         if session is not None:
             self._sessions[session] = engine
             if len(self._sessions) > SESSIONS:
                 del self._sessions[next(iter(self._sessions))]
         return engine
 
-    async def mend(self) -> None:
-        """Start every engine again that is dead."""
+    def _lose(self, engine: Engine, actor: Incarnation, error: LostActorError) -> None:
+        """Note that an actor was lost, and start the next one while the others serve."""
+        engine.lose(actor, error.reason)
+        self._return(engine)
+
+    def _return(self, engine: Engine) -> None:
+        async def start() -> None:
+            while engine.alive and engine.serving is None:
+                with suppress(BackendError):  # noted by the supervisor; its restarts are counted
+                    await engine.started()
+                if engine.present is not None:
+                    await self._reconnect()
+
+        def ended(task: asyncio.Task[None]) -> None:
+            del self._returning[engine]
+            if not task.cancelled() and (error := task.exception()):
+                _log.warning("%s was started again and not connected: %s", engine.name, error)
+
+        if engine.alive and engine not in self._returning:
+            self._returning[engine] = asyncio.get_running_loop().create_task(start())
+            self._returning[engine].add_done_callback(ended)
+
+    async def _restarted(self) -> None:
+        """Wait until one engine was started again and got the weights, or has failed to.
+
+        Raises:
+            LostActorError: none is left.
+            BackendError: the ranks could not send it their weights.
+        """
         for engine in self.engines:
-            actor = engine.current
-            try:
-                await engine.ask(actor, "get_num_unfinished_requests")
-            except LostActorError as error:
-                engine.lose(actor, error.reason)
-        await self.connect()
+            self._return(engine)
+        if not self._returning:
+            _ = self.handles  # raises and says why the first is lost
+        done, _ = await asyncio.wait(self.returning, return_when=FIRST)
+        for task in done:
+            task.result()
+
+    async def pause(self) -> list[Incarnation]:
+        """Hold all engines that have started between two tokens; return their actors.
+
+        Waits for a restart while there is none. Running requests stay where they are. An engine
+        that has died is found out here, because vLLM's own process must answer.
+
+        Raises:
+            LostActorError: none is left.
+        """
+        while not (held := await self._asked("pause_generation")):
+            starts = [awaited(engine.started()) for engine in self.engines if engine.alive]
+            if not starts:
+                _ = self.handles  # raises and says why the first is lost
+            await asyncio.wait(map(asyncio.ensure_future, starts), return_when=FIRST)
+        return held
+
+    async def resume(self) -> None:
+        """Let all engines go on that have started."""
+        await self._asked("resume_generation")
+
+    def note_weights(self, actors: list[Incarnation]) -> None:
+        """Note that these actors have got the weights of the ranks."""
+        for engine in self.engines:
+            if engine.present in actors:
+                engine.fresh = engine.present
+
+    async def _asked(self, method: str) -> list[Incarnation]:
+        """Call a method in all engines that have started; return the actors that answered."""
+
+        async def ask(engine: Engine) -> Incarnation | None:
+            if actor := engine.present:
+                try:
+                    await engine.ask(actor, method)
+                except LostActorError as error:
+                    self._lose(engine, actor, error)
+                    return None
+            return actor
+
+        return [actor for actor in await asyncio.gather(*map(ask, self.engines)) if actor]
 
     async def each(self, method: str, *arguments: Any) -> None:
-        """Call a method of OpenRLHF's engine actor in all engines at once.
+        """Call a method of OpenRLHF's engine actor in all engines at once; none may be lost.
 
-        ``pause_generation`` holds them between two tokens, and running requests stay where they
-        are. ``sleep`` moves the weights to the machine's memory and drops the cache; no request may
-        be running, because vLLM would abort it.
+        ``sleep`` moves the weights to the machine's memory and drops the cache; no request may be
+        running, because vLLM would abort it.
         """
 
         async def ask(engine: Engine) -> None:

@@ -7,6 +7,7 @@ lists the parts used with file and line.
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -24,6 +25,16 @@ from experiential.training.runtime import LossSettings, Sample
 
 _FAR = 1_000_000_000
 """Steps of a learning-rate schedule that never ends: the rate is constant."""
+_CALLS = 100_000
+"""Calls that an engine may have open: more than episodes will ever ask it. With Ray's 1,000, those
+to a held engine leave no place for the call that ends the hold.
+"""
+_LOOK_S = 1.0
+"""Time between two looks whether vLLM's engine process lives, while it does not answer."""
+_WATCHED = (
+    "init_process_group", "update_weight", "reset_prefix_cache", "pause_generation",
+    "resume_generation", "sleep", "update_weight_cuda_ipc", "wake_up",
+)  # fmt: skip
 _SHARE = 0.2
 """Part of a GPU and of a CPU that OpenRLHF reserves for an engine in a shared group: a number for
 Ray's accounts, not a limit.
@@ -156,7 +167,7 @@ def engine_options(
         "enable_sleep_mode": sleeps,
         "tensor_parallel_size": settings.tensor_parallel,
         "distributed_executor_backend": executor,
-        "worker_extension_cls": "openrlhf.trainer.ray.vllm_worker_wrap.WorkerWrap",
+        "worker_extension_cls": "experiential.training.openrlhf.engine_worker.WorkerWrap",
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": 1,
         "structured_outputs_config": GRAMMAR,
@@ -196,12 +207,40 @@ def _create_engine(
         placement_group_capture_child_tasks=True,
         placement_group_bundle_index=first,
     )
-    actor = import_module("openrlhf.trainer.ray.vllm_engine").RolloutRayActor
-    return actor.options(num_cpus=reserved, num_gpus=reserved, scheduling_strategy=strategy).remote(
-        **engine_options(model, settings, seed=seed, sleeps=shared),
-        num_gpus=_SHARE if shared else 1,
-        bundle_indices=bundles,
+    options: dict[str, Any] = {"num_cpus": reserved, "num_gpus": reserved}
+    options |= {"scheduling_strategy": strategy, "max_concurrency": _CALLS}
+    return (
+        _engine_actor()
+        .options(**options)
+        .remote(
+            **engine_options(model, settings, seed=seed, sleeps=shared),
+            num_gpus=_SHARE if shared else 1,
+            bundle_indices=bundles,
+        )
     )
+
+
+def _engine_actor() -> Any:
+    """Return OpenRLHF's engine actor, of which calls fail when vLLM's engine process has died.
+
+    vLLM itself leaves a call that was under way then without an answer, except for ``generate``.
+    """
+    module = import_module("openrlhf.trainer.ray.vllm_engine")
+    base: Any = module.RolloutRayActor.__ray_metadata__.modified_class
+
+    def watched(name: str) -> Any:
+        async def method(self: Any, *arguments: Any, **named: Any) -> Any:
+            call = asyncio.ensure_future(getattr(base, name)(self, *arguments, **named))
+            while not (await asyncio.wait([call], timeout=_LOOK_S))[0]:
+                if self.llm.errored:
+                    call.cancel()
+                    raise self.llm.dead_error
+            return call.result()
+
+        return method
+
+    methods = {name: watched(name) for name in _WATCHED}
+    return import_module("ray").remote(type("RolloutEngine", (base,), methods))
 
 
 def start_ranks(
@@ -320,8 +359,9 @@ class _RankMethods:
         return self.learner.score()
 
     def reconnect(self, engines: list[Any]) -> None:
-        """Send weights to these engines from now on; one of them is new."""
+        """Send weights to these engines from now on."""
         self.trainer.vllm_engines = engines
+        self.strategy.args.vllm.num_engines = len(engines)
         if self.strategy.is_rank_0() and not self.trainer.use_cuda_ipc:
             self.trainer._init_vllm_sync_group(self.strategy.args.vllm.sync_backend)
 

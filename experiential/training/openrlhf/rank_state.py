@@ -8,6 +8,7 @@ write at once; each rank takes its part when it is read again.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -132,6 +133,23 @@ def read_index(folder: Path) -> dict[str, Any]:
             f"Expected a policy state in {folder}, found no {INDEX}; choose another checkpoint"
         )
     return json.loads((folder / INDEX).read_text(encoding="utf-8"))
+
+
+def await_files(folder: Path, parts: Sequence[Mapping[str, Any]], seconds: float) -> None:
+    """Wait until this process sees all files of `save_state`; ranks may be on other nodes.
+
+    Raises:
+        CheckpointError: it does not within ``seconds``.
+    """
+    until = time.monotonic() + seconds
+    files = {file for part in parts for file in part["places"].values()}
+    while missing := sorted(file for file in files if not (folder / file).is_file()):
+        if time.monotonic() >= until:
+            raise CheckpointError(
+                f"Expected what the ranks wrote in {folder}, found no {missing[0]}; set --output to"
+                " a folder that all nodes with GPUs share, at the same path"
+            )
+        time.sleep(0.2)
 
 
 def _link_moments(engine: Any) -> None:

@@ -32,11 +32,17 @@ from experiential.training.openrlhf.engines import Engine, Engines
 from experiential.training.openrlhf.env_workers import EnvWorkers
 from experiential.training.openrlhf.learner import BLANK, RankStats
 from experiential.training.openrlhf.memory import STATE_BYTES
-from experiential.training.openrlhf.nodes import check_nodes, check_weights
+from experiential.training.openrlhf.nodes import APPEARS_S, check_nodes, check_weights
 from experiential.training.openrlhf.placement import node_bundles, place
-from experiential.training.openrlhf.rank_state import read_index, write_index
+from experiential.training.openrlhf.rank_state import await_files, read_index, write_index
 from experiential.training.openrlhf.reservation import Reservation, reserve
-from experiential.training.openrlhf.supervisor import answers, explain, is_joined, joined_ray
+from experiential.training.openrlhf.supervisor import (
+    Incarnation,
+    answers,
+    explain,
+    is_joined,
+    joined_ray,
+)
 from experiential.training.openrlhf.time_slicing import SharedGpus, Tenant
 from experiential.training.runtime import (
     LossSettings,
@@ -157,7 +163,7 @@ class OpenRLHFRuntime(PolicyRuntime):
         reservation.users.add(name)
         named = ((f"{name} engine {i}", start) for i, start in enumerate(starts))
         engines = [Engine(*one, cluster, fixed=fixed) for one in named]
-        self._engines = Engines(engines, partial(self._broadcast, reconnect=True))
+        self._engines = Engines(engines, self._reconnect, together=shared is not None)
         try:
             handles = self._engines.handles
             self._group = parts.start_ranks(
@@ -198,7 +204,7 @@ class OpenRLHFRuntime(PolicyRuntime):
             LostActorError: one died or took longer than ``cluster.start_timeout``.
         """
         async with _explained():
-            await self._engines.connect(first=True)
+            await self._engines.start()
             sizes = await answers(self._starting, self._rank_names, self._cluster.start_timeout)
         self._state_s = self._cluster.call_timeout + STATE_BYTES * max(sizes) / SLOWEST_DISK
         self.busy()
@@ -318,18 +324,20 @@ class OpenRLHFRuntime(PolicyRuntime):
     async def sync(self) -> int:
         """Send the trained weights to the engines; requests are held meanwhile, not lost."""
         async with self._training:
-            await self._engines.mend()
-            version = self.version
             await self._broadcast()
-            self._served = version
-        return version
+        return self._served
 
     @_on_cluster_loop
     async def save(self, folder: Path) -> None:
-        """Write weights, optimiser state and version; ``load`` may be on other numbers of ranks."""
+        """Write weights, optimiser state and version; ``load`` may be on other numbers of ranks.
+
+        Raises:
+            CheckpointError: this process does not see what the ranks wrote.
+        """
         folder = folder.absolute()  # ranks have another working directory
         async with self._computing():
             parts = await self._all("save_state", str(folder), seconds=self._state_s)
+        await asyncio.to_thread(await_files, folder, parts, APPEARS_S)
         write_index(folder, parts, {"name": self.name, "version": self.version})
 
     @_on_cluster_loop
@@ -358,8 +366,7 @@ class OpenRLHFRuntime(PolicyRuntime):
     def close(self) -> None:
         """Kill engines and ranks."""
         ray: Any = import_module("ray")
-        for engine in self._engines.engines:
-            engine.close()
+        self._engines.close()
         for rank in self._ranks:
             ray.kill(rank)
         self._ranks.clear()
@@ -378,21 +385,49 @@ class OpenRLHFRuntime(PolicyRuntime):
             seconds = seconds or self._cluster.call_timeout
             return await answers(references, self._rank_names, seconds)
 
-    async def _broadcast(self, *, reconnect: bool = False) -> None:
+    async def _reconnect(self) -> None:
+        """Give engines that were started again the weights of now, between two updates."""
+        async with self._training:
+            if any(engine.present and not engine.serving for engine in self._engines.engines):
+                await self._broadcast()
+
+    async def _broadcast(self) -> None:
         """Send the weights of the ranks; no engine draws a token meanwhile.
 
-        ``reconnect`` first connects the ranks with engines of which some were started again.
+        Where an engine is lost, the others get them from the start. Shared GPUs have no room for
+        the cache beside the weights of ranks and engines.
         """
-        shared, engines = self._shared, self._engines
-        if reconnect:
-            await self._all("reconnect", engines.handles)
-        async with self._sending():
-            # Shared GPUs have no room for the cache beside the weights of ranks and engines.
-            await (engines.wake("weights") if shared else engines.each("pause_generation"))
+        version, engines = self.version, self._engines
+        if self._shared is not None:
+            async with self._sending():
+                await engines.wake("weights")
+                try:
+                    await self._all("broadcast_to_vllm")
+                finally:
+                    await engines.wake("kv_cache")
+        else:
             try:
-                await self._all("broadcast_to_vllm")
+                held = await engines.pause()
+                while True:
+                    try:
+                        await self._send(held)
+                        break
+                    except BackendError:  # of a rank; the cause may be an engine
+                        before, held = held, await engines.pause()
+                        if held == before:
+                            raise
             finally:
-                await (engines.wake("kv_cache") if shared else engines.each("resume_generation"))
+                await engines.resume()
+        self._served = version
+
+    async def _send(self, actors: list[Incarnation]) -> None:
+        """Send the weights to these actors, connected first if they are others than before."""
+        if actors != self._engines.connected:
+            self._engines.connected = []
+            await self._all("reconnect", [actor.handle for actor in actors])
+            self._engines.connected = actors
+        await self._all("broadcast_to_vllm")
+        self._engines.note_weights(actors)
 
 
 class ClusterRuntime:

@@ -1,0 +1,67 @@
+"""An engine without vLLM: OpenRLHF's actor around a process that does nothing and can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+
+class EngineDeadError(Exception):
+    """Stands for vLLM's."""
+
+
+class RolloutRayActor:
+    """Answer requests while not held; after the death of its process calls get no answer, as in
+    vLLM 0.29.
+    """
+
+    def __init__(self, **_: Any) -> None:
+        self._core = subprocess.Popen(["sleep", "1000000"])
+        self._free = asyncio.Event()
+        self._free.set()
+        self.llm = self
+        self.dead_error = EngineDeadError("EngineCore encountered an issue")
+
+    @property
+    def errored(self) -> bool:
+        return self._core.poll() is not None
+
+    def get_num_unfinished_requests(self) -> int:
+        return 0
+
+    def pids(self) -> tuple[int, int]:
+        return os.getpid(), self._core.pid
+
+    async def _utility(self) -> None:
+        if self.errored:
+            await asyncio.Event().wait()
+
+    async def generate(self, ids: list[int], params: object) -> Any:
+        await self._free.wait()
+        if self.errored:
+            raise self.dead_error
+        return SimpleNamespace(outputs=[ids])
+
+    async def pause_generation(self) -> None:
+        await self._utility()
+        self._free.clear()
+
+    async def resume_generation(self) -> None:
+        await self._utility()
+        self._free.set()
+
+    async def reset_prefix_cache(self) -> None:
+        await self._utility()
+
+    init_process_group = update_weight = update_weight_cuda_ipc = reset_prefix_cache
+    sleep = wake_up = reset_prefix_cache
+
+
+def stub_module(ray: Any) -> ModuleType:
+    """The module of OpenRLHF's engine actor, with the stub in place of it."""
+    module: Any = ModuleType("openrlhf.trainer.ray.vllm_engine")
+    module.RolloutRayActor = ray.remote(RolloutRayActor)
+    return module
