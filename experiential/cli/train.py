@@ -127,9 +127,10 @@ def train(
     from experiential.cli.report import show_report
     from experiential.cli.trackers import open_trackers
     from experiential.cli.view import make_view
+    from experiential.evaluation.results import write_whole
     from experiential.training.trainer import Trainer
 
-    (folder / CONFIG_FILE).write_text(dump_experiment(experiment), "utf-8")
+    write_whole(folder / CONFIG_FILE, dump_experiment(experiment))  # a kill leaves one to resume
     console = Console()
     with ExitStack() as stack:
         trackers = open_trackers(experiment.run.trackers, folder)

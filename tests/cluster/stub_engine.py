@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
-import subprocess
+import time
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,8 +19,10 @@ class RolloutRayActor:
     vLLM 0.29.
     """
 
-    def __init__(self, **_: Any) -> None:
-        self._core = subprocess.Popen(["sleep", "1000000"])
+    async def __init__(self, **_: Any) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._core = spawn.Process(target=time.sleep, args=(1e6,), daemon=True)
+        self._core.start()
         self._free = asyncio.Event()
         self._free.set()
         self.llm = self
@@ -27,12 +30,12 @@ class RolloutRayActor:
 
     @property
     def errored(self) -> bool:
-        return self._core.poll() is not None
+        return not self._core.is_alive()
 
     def get_num_unfinished_requests(self) -> int:
         return 0
 
-    def pids(self) -> tuple[int, int]:
+    def pids(self) -> tuple[int, int | None]:
         return os.getpid(), self._core.pid
 
     async def _utility(self) -> None:
@@ -56,8 +59,10 @@ class RolloutRayActor:
     async def reset_prefix_cache(self) -> None:
         await self._utility()
 
-    init_process_group = update_weight = update_weight_cuda_ipc = reset_prefix_cache
-    sleep = wake_up = reset_prefix_cache
+    async def update_weight(self) -> None:
+        await asyncio.Event().wait()
+
+    init_process_group = update_weight_cuda_ipc = sleep = wake_up = reset_prefix_cache
 
 
 def stub_module(ray: Any) -> ModuleType:

@@ -271,7 +271,7 @@ async def test_a_killed_engine_is_replaced_by_one_with_the_weights_of_now(
 def processes(ray: Any, handle: Any) -> tuple[psutil.Process, psutil.Process]:
     """The process of an engine's actor, and vLLM's own below it."""
     actor = psutil.Process(ray._private.state.actors(handle._actor_id.hex())["Pid"])
-    (core,) = [child for child in actor.children() if "EngineCore" in "".join(child.cmdline())]
+    (core,) = [child for child in actor.children() if child.name().startswith("VLLM::")]
     return actor, core
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import psutil
 import pytest
 
 from experiential.config import ClusterSettings, PolicyClusterSettings
@@ -96,10 +95,12 @@ async def test_held_requests_leave_a_place_for_the_call_that_ends_the_hold(pool:
 async def test_a_killed_process_costs_no_request_and_no_update(pool: Pool, which: str) -> None:
     """Kill before weights are sent, when nobody asks the engine, as `restarts` allows it."""
     for number in (0, 1, 0):
-        pids = await pool.pids(number)
-        os.kill(pids[which != "actor"], signal.SIGKILL)
+        killed = [psutil.Process(pid) for pid in await pool.pids(number)]
+        killed[which != "actor"].kill()
         await asyncio.wait_for(pool.send(), SECONDS)
         await pool.generate(50)
+        _, left = await asyncio.to_thread(psutil.wait_procs, killed, timeout=SECONDS)
+        assert not left, "they would hold the memory that the next ones need"
     await asyncio.wait_for(asyncio.gather(*pool.engines.returning), SECONDS)
     assert [engine.restarts for engine in pool.engines.engines] == [2, 1]
     assert all(engine.serving for engine in pool.engines.engines)
@@ -107,9 +108,12 @@ async def test_a_killed_process_costs_no_request_and_no_update(pool: Pool, which
 
 async def test_a_call_under_way_fails_when_the_process_that_computes_dies(pool: Pool) -> None:
     engine = pool.engines.engines[0]
-    os.kill((await pool.pids(0))[1], signal.SIGKILL)
+    (_, core), actor = await pool.pids(0), engine.current
+    call = asyncio.create_task(engine.ask(actor, "update_weight"))
+    await asyncio.sleep(0)
+    psutil.Process(core).kill()
     with pytest.raises(LostActorError, match="died: EngineDeadError"):
-        await asyncio.wait_for(engine.ask(engine.current, "update_weight"), SECONDS)
+        await asyncio.wait_for(call, SECONDS)
 
 
 START = """

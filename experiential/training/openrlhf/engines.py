@@ -108,7 +108,8 @@ class Engines:
         for engine in self.engines:
             engine.close()
         for task in self.returning:
-            task.get_loop().call_soon_threadsafe(task.cancel)
+            with suppress(RuntimeError):  # their loop was closed before
+                task.get_loop().call_soon_threadsafe(task.cancel)
 
     async def generate(self, ids: Sequence[int], params: Any, session: str | None = None) -> Any:
         """Return vLLM's output for one prompt, drawn again if its engine is lost.

@@ -8,6 +8,9 @@ lists the parts used with file and line.
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import subprocess
+import sys
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -35,6 +38,16 @@ _WATCHED = (
     "init_process_group", "update_weight", "reset_prefix_cache", "pause_generation",
     "resume_generation", "sleep", "update_weight_cuda_ipc", "wake_up",
 )  # fmt: skip
+_WATCHDOG = """
+import os, signal, sys
+processes = [os.pidfd_open(int(pid)) for pid in sys.argv[1:]]
+sys.stdin.read()
+for process in processes:
+    try:
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+"""
 _SHARE = 0.2
 """Part of a GPU and of a CPU that OpenRLHF reserves for an engine in a shared group: a number for
 Ray's accounts, not a limit.
@@ -167,7 +180,7 @@ def engine_options(
         "enable_sleep_mode": sleeps,
         "tensor_parallel_size": settings.tensor_parallel,
         "distributed_executor_backend": executor,
-        "worker_extension_cls": "experiential.training.openrlhf.engine_worker.WorkerWrap",
+        "worker_extension_cls": "openrlhf.trainer.ray.vllm_worker_wrap.WorkerWrap",
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": 1,
         "structured_outputs_config": GRAMMAR,
@@ -221,12 +234,23 @@ def _create_engine(
 
 
 def _engine_actor() -> Any:
-    """Return OpenRLHF's engine actor, of which calls fail when vLLM's engine process has died.
+    """Return OpenRLHF's engine actor, extended for the death of one of its two processes.
 
-    vLLM itself leaves a call that was under way then without an answer, except for ``generate``.
+    When vLLM's engine process has died, calls fail; vLLM itself leaves those without an answer that
+    were under way, except for ``generate``. When the actor dies, it takes the engine process along,
+    which would otherwise hold the GPU memory that the next engine needs.
     """
     module = import_module("openrlhf.trainer.ray.vllm_engine")
     base: Any = module.RolloutRayActor.__ray_metadata__.modified_class
+
+    async def start(self: Any, *arguments: Any, **named: Any) -> None:
+        await base.__init__(self, *arguments, **named)
+        children = [str(child.pid) for child in multiprocessing.active_children()]
+        self.watchdog = subprocess.Popen(  # kept: the end of its stdin is the actor's end
+            [sys.executable, "-c", _WATCHDOG, *children],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
 
     def watched(name: str) -> Any:
         async def method(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -239,7 +263,7 @@ def _engine_actor() -> Any:
 
         return method
 
-    methods = {name: watched(name) for name in _WATCHED}
+    methods = {"__init__": start} | {name: watched(name) for name in _WATCHED}
     return import_module("ray").remote(type("RolloutEngine", (base,), methods))
 
 
