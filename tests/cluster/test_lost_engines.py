@@ -15,6 +15,7 @@ import pytest
 from experiential.config import ClusterSettings, PolicyClusterSettings
 from experiential.training.openrlhf import parts
 from experiential.training.openrlhf.engines import Engine, Engines
+from experiential.training.openrlhf.reservation import reserve
 from experiential.training.openrlhf.supervisor import LostActorError
 
 pytest.importorskip("ray", reason="Ray is not installed; `make test-cluster` runs these tests")
@@ -53,9 +54,16 @@ class Pool:
     """Engines whose weights are only a call."""
 
     def __init__(self, count: int) -> None:
-        begin = partial(parts.start_engine, "model", PolicyClusterSettings())
-        named = [(f"engine {i}", partial(begin, seed=i)) for i in range(count)]
+        self.reservation = reserve([1] * count, "pool")
+        begin = partial(
+            parts.start_engine, "model", PolicyClusterSettings(), self.reservation.group
+        )
+        named = [(f"engine {i}", partial(begin, i, seed=i)) for i in range(count)]
         self.engines = Engines([Engine(*one, CLUSTER) for one in named], self.send)
+
+    def close(self) -> None:
+        self.engines.close()
+        self.reservation.leave("pool")
 
     async def send(self) -> None:
         actors = await self.engines.pause()
@@ -79,7 +87,7 @@ async def pool(two_nodes: Any) -> Any:
     pool = Pool(2)
     await pool.engines.start()
     yield pool
-    pool.engines.close()
+    pool.close()
 
 
 async def test_held_requests_leave_a_place_for_the_call_that_ends_the_hold(pool: Pool) -> None:
@@ -152,4 +160,4 @@ async def test_a_lost_node_leaves_the_engines_of_the_others(two_nodes: Any) -> N
     await asyncio.wait_for(pool.send(), SECONDS)
     serving = [engine for engine in pool.engines.engines if engine.serving]
     assert len(serving) == 3, "the others find no GPU"
-    pool.engines.close()
+    pool.close()

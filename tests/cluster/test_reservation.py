@@ -84,7 +84,7 @@ class Recorder:
 @pytest.fixture
 def recorder(ray: Any, monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder(ray)
-    monkeypatch.setattr("openrlhf.trainer.ray.vllm_engine.RolloutRayActor", recorder)
+    monkeypatch.setattr(parts, "_engine_actor", lambda: recorder)
     monkeypatch.setattr(parts, "_rank_actor", lambda: recorder)
     return recorder
 
