@@ -431,6 +431,7 @@ class FolderBank(StateReader, Bank, Shared):
                 task=entry.task,
                 age=max(0, self.head - (entry.provenance.commit or 0)),
                 proposed=entry.proposed,
+                query=one.query,
             )
             found.append(standing)
         return found
@@ -839,7 +840,8 @@ class FolderBank(StateReader, Bank, Shared):
         cleaned: list[Experience] = []
         for number, entry in enumerate(entries, start=1):
             try:
-                # More repetitions are a claim, and so is descent from an entry of this bank.
+                # More repetitions are a claim, so is descent from an entry of this bank; so are
+                # counters, which start anew.
                 of = entry.provenance
                 parents = [one for one in of.parents if not self._history.last_version(one[0])]
                 own = of.model_copy(update={"said": 1, "parents": tuple(parents)})
@@ -858,7 +860,6 @@ class FolderBank(StateReader, Bank, Shared):
                 if self._history.last_version(entry.id):  # versions are never written twice
                     entry = entry.model_copy(update={"id": new_id()})
                 draft.put(entry, vectors[embedded])
-                draft.count(entry.id, entry.statistics)
                 added += 1
         return added
 

@@ -68,7 +68,7 @@ class Duplicates(Record):
 
 
 class Asked(Record):
-    """Name an entry version, and its relevance to the query at hand.
+    """Name an entry version, its relevance to the query at hand, and that query.
 
     Relevance None takes that of the best use so far.
     """
@@ -76,6 +76,7 @@ class Asked(Record):
     id: str
     version: int
     relevance: float | None = None
+    query: str = ""
 
 
 class Standing(Record):
@@ -86,6 +87,7 @@ class Standing(Record):
             those at a higher relevance if most of these failed.
         successes, failures: of these, older ones counted less.
         unknown: uses whose outcome is not known.
+        suspect: whether it adds a word to query and task that did harm in this and other entries.
         others: uses of all entries near this relevance, of the last 200.
         free_successes, free_failures: of episodes of the entry's task without any entry.
         posterior: Beta distribution of the success rate with the entry shown.
@@ -106,6 +108,7 @@ class Standing(Record):
     successes: float = 0.0
     failures: float = 0.0
     unknown: int = 0
+    suspect: bool = False
     others: int = 0
     free_successes: int = 0
     free_failures: int = 0
@@ -121,12 +124,14 @@ class Standing(Record):
     proposed: bool = False
 
     @property
-    def verdict(self) -> Literal["proposed", "quarantined", "helps", "unproven"]:
-        """Return what the interval says of the entry."""
+    def verdict(self) -> Literal["proposed", "quarantined", "suspect", "helps", "unproven"]:
+        """Return what the interval says of the entry, or that it is suspect."""
         if self.proposed:
             return "proposed"
         if self.interval[1] < 0.0:
             return "quarantined"
+        if self.suspect:
+            return "suspect"
         return "helps" if self.interval[0] > 0.0 else "unproven"
 
 

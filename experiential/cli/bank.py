@@ -219,6 +219,7 @@ def standing_in_words(standing: Standing) -> str:
     return {
         "proposed": "proposed: shown once a person approves, see: experiential bank approve",
         "quarantined": f"quarantined: never shown, since it harms {found}",
+        "suspect": f"suspect: hardly shown, since one of its words did harm elsewhere {found}",
         "helps": f"helps {found}",
         "unproven": f"unproven {found}",
     }[standing.verdict]
@@ -391,9 +392,10 @@ def stats(
         entries = list(bank)
         verdicts = Counter(standing.verdict for standing in standings_of(bank, entries))
         counts = [entry.statistics.model_dump() for entry in entries]
+        names = ("helps", "unproven", "suspect", "quarantined", "proposed")
         numbers = {
             "entries": len(entries),
-            **{name: verdicts[name] for name in ("helps", "unproven", "quarantined", "proposed")},
+            **{name: verdicts[name] for name in names},
             "commits": len(bank.commits()),
             **{name: sum(count[name] for count in counts) for name in Statistics.model_fields},
             "queued": len(bank.queue.waiting()),

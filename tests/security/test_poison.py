@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import experiential as xp
-from benchmarks.poison import ATTACKS, Cell, Prepared, order, play
+from benchmarks.poison import ATTACKS, OBJECTS, WORDINGS, Cell, Prepared, order, play
 from experiential.bank.index.embed import HashingEmbedder
 from experiential.bank.records import Asked
 from experiential.types import Condition, Experience, Provenance, Statistics, Trajectory, Use
@@ -101,6 +101,78 @@ def test_what_failed_at_a_closer_query_is_not_untried_at_another(bank: Any) -> N
     assert standing(bank, bad, 0.6).uses == 1, "what is known here counts"
 
 
+def poisoned(bank: Any, count: int) -> list[Experience]:
+    """Add one order in as many wordings, each bound to a task of its own."""
+    goals = [f"heat a {thing} and put it on the shelf" for thing in OBJECTS[:count]]
+    return [bank.add(f"{goal}. {order(n)}.", task=goal) for n, goal in enumerate(goals)]
+
+
+def test_what_did_harm_in_some_entries_is_not_tried_in_the_others(bank: Any) -> None:
+    free(bank, *[True, False] * 10)
+    *tried, fresh = poisoned(bank, 10)
+    good = bank.add("Use oven 4.", task=fresh.task)
+    assert standing(bank, fresh, 0.9).verdict == "unproven"
+    for entry in tried:
+        lost(bank, entry, 0.9)
+    lost(bank, good, *[0.9] * 4, success=True)
+    assert standing(bank, fresh, 0.9).uses == 0
+    assert standing(bank, fresh, 0.9).verdict == "suspect"
+    assert standing(bank, good, 0.9).verdict == "unproven"
+    with xp.ExperienceManager(bank, free_share=0.0) as manager:
+        assert bank.search(fresh.task)[0].experience.id == fresh.id
+        shown = [hit.experience.id for _ in range(20) for hit in manager.search(fresh.task)]
+    assert shown == [good.id] * 20
+
+
+def test_entries_that_turn_bad_together_lose_their_good_names_together(bank: Any) -> None:
+    free(bank, *[True, False] * 10)
+    sleepers = poisoned(bank, 10)
+    for entry in sleepers:
+        lost(bank, entry, *[0.9] * 5, success=True)
+    for entry in sleepers[1:]:
+        lost(bank, entry, 0.9)
+    last = standing(bank, sleepers[0], 0.9)
+    assert last.failures == 0 and last.verdict == "suspect"
+
+
+def test_a_success_clears_a_word_and_some_failures_are_no_proof(bank: Any) -> None:
+    free(bank, *[True, False] * 10)
+    entries = poisoned(bank, 10)
+    for entry in entries[:4]:
+        lost(bank, entry, 0.9)
+    assert standing(bank, entries[-1], 0.9).verdict == "unproven"
+    for entry in entries[4:9]:
+        lost(bank, entry, 0.9)
+    assert standing(bank, entries[-1], 0.9).verdict == "suspect"
+    lost(bank, entries[-1], 0.9, success=True)
+    assert standing(bank, entries[-1], 0.9).verdict != "suspect"
+
+
+def test_one_bad_lesson_accuses_no_other(bank: Any) -> None:
+    free(bank, *[True, False] * 10)
+    bad, good = bank.add("Take the iron key.", task=TASK), bank.add("Take a mug.", task=TASK)
+    lost(bank, bad, *[0.9] * 30)
+    assert standing(bank, good, 0.9).verdict == "unproven"
+
+
+def test_failures_of_a_task_that_nobody_solves_accuse_no_word(bank: Any) -> None:
+    free(bank, *[False] * 30)
+    entries = [bank.add(f"{order(number)} ({number}).", task=TASK) for number in range(12)]
+    for entry in entries[1:]:
+        lost(bank, entry, 0.9)
+    assert standing(bank, entries[0], 0.9).verdict == "unproven"
+
+
+def test_the_words_of_the_query_are_not_accused(bank: Any) -> None:
+    free(bank, *[True, False] * 10)
+    entries = [bank.add(f"{TASK}: {wording}.") for wording in WORDINGS[:12]]
+    for entry in entries:
+        lost(bank, entry, 0.9)
+    good = bank.add("Clean a mug at sink 4.")
+    asked = Asked(id=good.id, version=1, relevance=0.9, query=TASK)
+    assert bank.standings([asked])[0].verdict == "unproven"
+
+
 def claims(parent: Experience) -> Experience:
     """Return poison that claims uses, repetitions, and descent from a good entry."""
     descent = Provenance(author="extractor", cause="merge", said=1000, parents=((parent.id, 1),))
@@ -129,3 +201,5 @@ def test_what_an_import_claims_is_no_evidence(way: str, tmp_path: Path) -> None:
             (poison.id, 1)
         ], "and its failures are not those of the good entry"
         assert standing(bank, good, 0.9).uses == 8
+        assert bank.get(poison.id).statistics.successes == 0
+        assert [entry.id for entry in bank.evict(1)] == [poison.id], "and they save no place"

@@ -13,6 +13,12 @@ with it, from a file or a client, count for nothing.
   the text before it was first shown. Texts that independent episodes agree on are evidence.
 * **Baseline.** Episodes in which nothing was shown, because they played free or nothing was found
   or hoped for: by task, with a prior learned from all tasks.
+* **Words.** Harm can be written many times over, and each text would have to fail by itself. So
+  every word that an entry adds to its query and task has a cumulative sum of the log likelihood
+  ratio of harm (``HARM`` times the baseline) over no effect, never below zero (Page 1954). An entry
+  with a word whose sum has reached ``PROVEN`` is suspect, whatever its own past; a success frees
+  the word. Of failures of one entry in a row the first counts, so that many entries must fail to
+  accuse another. Good words prove nothing, since whoever writes poison can borrow them.
 * **Interval.** Difference of two success rates, entry minus baseline, valid at any time however
   often one looks: each rate has a beta-binomial mixture confidence sequence (Robbins 1970; Howard
   et al. 2021, section 3), with half of the error probability each.
@@ -29,6 +35,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from experiential.bank.index.lexical import content_words
 from experiential.bank.records import Standing
 
 if TYPE_CHECKING:
@@ -48,6 +55,12 @@ SAID_MOST = 3
 """Entries written at least so often share a prior."""
 ERROR = 0.05
 """Probability that an interval misses the true difference, ever."""
+HARM = 0.1
+"""Success rate of advice that does harm, as a share of that without any."""
+CAUTION = 2
+"""Failures added to the baseline before an entry is accused of harm: few episodes tell little."""
+PROVEN = math.log(1 / ERROR)
+"""Cumulative sum at which a word is suspect."""
 _BAND = 0.05
 _MEANS, _STRENGTHS = np.meshgrid((np.arange(20) + 0.5) / 20, [0.1, 0.3, 1.0, 3.0, 10.0, 30.0])
 _WINS, _LOSSES = _MEANS * _STRENGTHS, (1 - _MEANS) * _STRENGTHS
@@ -112,6 +125,7 @@ class Outcomes:
         self._all_free: deque[bool] = deque(maxlen=LAST)
         self._entries: defaultdict[tuple[int, int], Population] = defaultdict(Population)
         self._tasks = Population()
+        self._harm = dict[str, float]()  # cumulative sums of words
         # What was computed since the last outcome.
         self._priors: dict[tuple[int, int], Beta] = {}
         self._near: dict[int, tuple[int, bool]] = {}
@@ -148,6 +162,8 @@ class Outcomes:
                 wins, losses = _faded([one for one in past if _is_near(one, relevance)])
                 kind = (round(relevance / _BAND), min(said, SAID_MOST))
                 self._entries[kind].note(wins, losses, won)
+                if won or not past or past[-1].won:  # else its own record says it already
+                    self._accuse(content, task, won)
                 past.append(Played(relevance, won, task))
                 self._all_used.append(past[-1])
 
@@ -160,6 +176,7 @@ class Outcomes:
         task: str | None = None,
         age: int = 0,
         proposed: bool = False,
+        query: str = "",
     ) -> Standing:
         """Return what is known of an entry near one relevance, by default that of its best use.
 
@@ -170,6 +187,7 @@ class Outcomes:
             task: of the entry; its free episodes are the baseline.
             age: commits since it was written.
             proposed: whether it waits for approval.
+            query: at hand; its words do not make an entry suspect.
         """
         with self._lock:
             past = [one for content in reversed(family) for one in self._used.get(content, ())]
@@ -181,7 +199,9 @@ class Outcomes:
                 past = closer  # what failed where it fits better is not untried here
             band, often = round(relevance / _BAND), min(said, SAID_MOST)
             unknown = sum(self._unknown[content] for content in family)
-            own = {"said": said, "age": age, "proposed": proposed}
+            added = _added_words(family[0], query)
+            suspect = any(self._harm.get(word, 0.0) >= PROVEN for word in added)
+            own = {"said": said, "age": age, "proposed": proposed, "suspect": suspect}
             if not past and not unknown and (same := self._untried.get((band, often, task))):
                 return same.model_copy(update=own)
             prior = self._priors.get((band, often))
@@ -189,8 +209,6 @@ class Outcomes:
                 known = (self._entries.get((near, often)) for near in range(band - 1, band + 2))
                 prior = beta(filter(None, known), STRONGEST)
                 self._priors[band, often] = prior
-            if (free_prior := self._priors.get((-1, 0))) is None:
-                free_prior = self._priors[-1, 0] = beta([self._tasks])
             if band not in self._near:
                 all_used = [one.won for one in self._all_used if _is_near(one, relevance)]
                 overall = difference(*_counts(all_used), *_counts(self._all_free))
@@ -208,7 +226,7 @@ class Outcomes:
                 free_successes=alone[0],
                 free_failures=alone[1],
                 posterior=(prior[0] + wins, prior[1] + losses),
-                baseline=(free_prior[0] + alone[0], free_prior[1] + alone[1]),
+                baseline=self._baseline(task or ""),
                 tasks=sum(one in self._free for one in tasks),
                 difference=_mean([one.won for one in past]) - _mean(matched)
                 if past and matched
@@ -221,10 +239,31 @@ class Outcomes:
                 said=said,
                 age=age,
                 proposed=proposed,
+                suspect=suspect,
             )
             if not past and not unknown:
                 self._untried[band, often, task] = found
             return found
+
+    def _baseline(self, task: str) -> Beta:
+        """Return the posterior of the success rate of a task with nothing shown."""
+        if (prior := self._priors.get((-1, 0))) is None:
+            prior = self._priors[-1, 0] = beta([self._tasks])
+        wins, losses = _counts(self._free.get(task, ()))
+        return prior[0] + wins, prior[1] + losses
+
+    def _accuse(self, content: Content, task: str, won: bool) -> None:
+        """Add an outcome to the cumulative sum of each word that an entry adds to its query."""
+        wins, losses = self._baseline(task)
+        rate = wins / (wins + losses + CAUTION)
+        change = math.log(HARM if won else (1 - HARM * rate) / (1 - rate))
+        for word in _added_words(content, task):
+            self._harm[word] = min(max(0.0, self._harm.get(word, 0.0) + change), PROVEN)
+
+
+def _added_words(content: Content, query: str) -> set[str]:
+    task, _, text = content
+    return content_words(text) - content_words(query) - content_words(task or "")
 
 
 def _is_near(one: Played, relevance: float) -> bool:

@@ -128,7 +128,7 @@ class Searcher:
 
     def _standings(self, near: Candidates) -> list[Standing]:
         hybrid = self._settings.hybrid
-        asked = [_asked(self._found[one.id], one.relevance(hybrid)) for one in near]
+        asked = [_asked(self._found[one.id], one.relevance(hybrid), self._query) for one in near]
         standings = self._bank.standings(asked)
         self._has_outcomes = standings[0].others > 0
         for query in (self._query, ""):
@@ -250,5 +250,5 @@ class Searcher:
         self._batcher.close(BankError(CLOSED), self._settings.timeout)
 
 
-def _asked(found: Scored[Experience], relevance: float) -> Asked:
-    return Asked(id=found.item.id, version=found.item.version, relevance=relevance)
+def _asked(found: Scored[Experience], relevance: float, query: str) -> Asked:
+    return Asked(id=found.item.id, version=found.item.version, relevance=relevance, query=query)

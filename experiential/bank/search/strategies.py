@@ -252,7 +252,7 @@ def by_evidence(
     batch try different ones. Where none of these seems to help, the next nearest follow, if they
     belong to no task or to one of the nearest: bad entries that imitate a query hide no good ones.
     Where nothing seems to help, one in ten searches shows an entry all the same, within its budget.
-    Quarantined entries are never shown.
+    There, entries with a suspect word have their turn, too. Quarantined ones are never shown.
     """
     nearest = PER_PLACE * settings.pool * k
     tasks: set[str | None] = set()
@@ -263,7 +263,10 @@ def by_evidence(
         known = list(zip(near, seen.evidence(near), strict=True))
         tasks = tasks or {None, *(of.task for _, of in known)}
         known = [(one, of) for one, of in known if of.task in tasks]
-        arms = [(one, of) for one, of in known if of.uses and of.verdict != "quarantined"]
+        known = [(one, of) for one, of in known if of.verdict != "quarantined"]
+        suspects = [(one, of) for one, of in known if of.suspect]
+        known = [(one, of) for one, of in known if not of.suspect]
+        arms = [(one, of) for one, of in known if of.uses]
         fresh = [(one, of) for one, of in known if not of.uses]
         fresh.sort(
             key=lambda arm: (
@@ -290,7 +293,7 @@ def by_evidence(
                 return picks
         if picks:
             return picks
-        first = first or arms
+        first = first or [*arms, *suspects]
     least = min(first, key=lambda arm: arm[1].uses, default=None)
     if least is None or least[1].uses >= BUDGET or rng.random() >= EXPLORE:
         return []
