@@ -436,11 +436,11 @@ def test_early_and_late_entries_are_those_of_the_first_and_last_fifth_in_their_f
             )
         first = next(entry for entry in store.entries() if entry.text == "lesson 0")
         store.update(first.id, "changed later")
-        assert {e.text for e in extractor_uplift.written(store, early=True, count=9, seed=0)} == {
+        assert {e.text for e in extractor_uplift.written(store, fifth=0, count=9, seed=0)} == {
             "lesson 0",
             "lesson 1",
         }
-        assert {e.text for e in extractor_uplift.written(store, early=False, count=9, seed=0)} == {
+        assert {e.text for e in extractor_uplift.written(store, fifth=4, count=9, seed=0)} == {
             "lesson 8",
             "lesson 9",
         }
