@@ -513,3 +513,9 @@ def test_the_settings_of_every_baseline_load(row: baselines.Row) -> None:
     trained = baselines.TRAINED if row.steps else baselines.UNTRAINED
     chosen = load_experiment(row.recipe, [*baselines.ALL, *trained, *baselines.EVAL])
     assert chosen.run.steps == row.steps and (chosen.eval.worlds, chosen.eval.visits) == (40, 4)
+
+
+@pytest.mark.parametrize("recipe", sorted(Path("benchmarks").glob("*.yaml")), ids=str)
+def test_recipes_of_benchmarks_can_be_loaded(recipe: Path) -> None:
+    experiment = load_experiment(str(recipe), ["bank.path=records"])
+    assert experiment.model.name == "smollm2" and experiment.actor.options.advice == "observation"
