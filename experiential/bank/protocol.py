@@ -247,6 +247,20 @@ class Bank(View, Protocol):
         """
         ...
 
+    def standings_near(
+        self, query: str, found: Sequence[tuple[Experience, float]]
+    ) -> list[Standing]:
+        """Do as ``standings`` for entries that a search found, each with its relevance to a query.
+
+        Ages may be missing.
+        """
+        return self.standings(
+            [
+                Asked(id=entry.id, version=entry.version, relevance=relevance, query=query)
+                for entry, relevance in found
+            ]
+        )
+
     # Writing
 
     def add(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast, overload
 
 from pydantic_core import to_jsonable_python
 
@@ -137,6 +137,42 @@ class Scored(NamedTuple, Generic[T]):
     item: T
     score: float
     words: float = 0.0  # weighted share of the query's words in it, if words were asked for
+
+
+Ranking = Sequence[Scored[Experience]]
+"""The entries found for one query, best first."""
+
+
+class Row(Ranking):
+    """Hold the entries found for one query by columns, best first.
+
+    An entry is parsed, and its ``Scored`` made, when it is looked at: of many candidates a search
+    shows few.
+    """
+
+    __slots__ = ("ids", "live", "scores")
+
+    def __init__(self, ids: list[str], live: list[Live], scores: list[float]) -> None:
+        self.ids = ids
+        self.live = live
+        self.scores = scores
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @overload
+    def __getitem__(self, place: int) -> Scored[Experience]: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Scored[Experience]]: ...
+
+    def __getitem__(self, place: int | slice) -> Scored[Experience] | list[Scored[Experience]]:
+        if isinstance(place, slice):
+            return [self[one] for one in range(*place.indices(len(self.ids)))]
+        return Scored(self.live[place].experience, self.scores[place])
+
+    def __iter__(self) -> Iterator[Scored[Experience]]:
+        return (Scored(live.experience, s) for live, s in zip(self.live, self.scores, strict=True))
 
 
 def checked_queries(query: object, k: object, *, blank: bool = False) -> list[str]:
