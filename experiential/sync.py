@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 from experiential.errors import ExperientialError
@@ -208,9 +208,14 @@ class _Call:
     outcomes: list[Any]
     missing: int
     future: asyncio.Future[None] | None = None
-    woken: threading.Lock = field(default_factory=threading.Lock)  # a thread waits for its release
+    woken: threading.Lock | None = None  # a thread waits for its release
     is_over: bool = False  # answered, or the caller has given up
     leads: bool = False
+
+    def wake(self) -> None:
+        """Let the thread that waits go on."""
+        if self.woken is not None and self.woken.locked():
+            self.woken.release()
 
     def results(self) -> list[Any]:
         for outcome in self.outcomes:
@@ -298,13 +303,13 @@ class Batcher(Generic[A, R]):
             BatchTimeoutError: no results within ``timeout`` seconds.
             Exception: the first error among the items, or the error that ``close`` was given.
         """
-        call = _Call([None] * len(items), len(items))
-        call.woken.acquire()
+        call = _Call([None] * len(items), len(items), woken=(woken := threading.Lock()))
+        woken.acquire()
         try:
             self._enqueue(call, items)
             while not call.is_over:
                 if not call.leads:
-                    if not call.woken.acquire(timeout=-1 if timeout is None else timeout):
+                    if not woken.acquire(timeout=-1 if timeout is None else timeout):
                         raise BatchTimeoutError(f"Expected an answer within {timeout} s, got none")
                     continue
                 # Lead: handle all that waits, whoever asked for it.
@@ -449,8 +454,7 @@ class Batcher(Generic[A, R]):
                 if self._queue:
                     following = self._queue[0].call
                     following.leads = True
-                    if following.woken.locked():
-                        following.woken.release()
+                    following.wake()
             for (_, call, place, _), outcome in zip(batch, outcomes, strict=True):
                 call.outcomes[place] = outcome
                 call.missing -= 1
@@ -459,7 +463,7 @@ class Batcher(Generic[A, R]):
                 call.is_over = True
                 if call.future is not None:
                     futures.append(call.future)
-                elif call.woken.locked():
-                    call.woken.release()
+                else:
+                    call.wake()
         if futures:
             resolve_futures(futures)

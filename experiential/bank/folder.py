@@ -433,9 +433,16 @@ class FolderBank(StateReader, Bank, Shared):
     def standings_near(
         self, query: str, found: Sequence[tuple[Experience, float]]
     ) -> list[Standing]:
-        known = [self._known_family(entry.id, entry.version)[1] for entry, _ in found]
-        asked = [(family, of, entry) for family, (entry, of) in zip(known, found, strict=True)]
-        return self._outcomes_so_far().standings(query, asked)
+        outcomes, known = self._outcomes_so_far(), self._families
+        asked = [
+            (
+                (known.get((of.id, of.version)) or self._known_family(of.id, of.version))[1],
+                relevance,
+                of,
+            )
+            for of, relevance in found
+        ]
+        return outcomes.standings(query, asked)
 
     def _known_family(self, id: str, version: int) -> tuple[Experience, tuple[Content, ...]]:
         known = self._family(id, version)

@@ -224,9 +224,7 @@ class Outcomes:
         task: str | None,
         is_suspect: bool,
     ) -> Standing:
-        if not any(map(self._used.__contains__, family)) and not any(
-            map(self._unknown.__contains__, family)
-        ):
+        if self._used.keys().isdisjoint(family) and self._unknown.keys().isdisjoint(family):
             band = round((1.0 if relevance is None else relevance) / _BAND)
             if same := self._untried.get((band, said, task, is_suspect)):
                 return same

@@ -67,7 +67,7 @@ class Snapshot:
         entries were written.
         """
         if not len(self.matrix):
-            return [Row([], [], []) for _ in queries]
+            return [Row((), (), (), 0, 0) for _ in queries]
         ranked = self._by_codes(queries, n, scopes) or self._by_all(queries, n, scopes)
         columns, values, counts = (np.concatenate(part) for part in zip(*ranked, strict=True))
         places = columns.tolist()
@@ -75,7 +75,7 @@ class Snapshot:
         live = list(map(self.entries.__getitem__, places))
         scores: list[float] = values.tolist()
         edges = [0, *np.cumsum(counts).tolist()]
-        return [Row(ids[a:b], live[a:b], scores[a:b]) for a, b in pairwise(edges)]
+        return [Row(ids, live, scores, begin, end) for begin, end in pairwise(edges)]
 
     def _by_codes(self, queries: Vector, n: int, scopes: Sequence[Scope]) -> list[Ranked] | None:
         """Compare exactly what rounded vectors leave; None where ``_by_all`` is as good."""

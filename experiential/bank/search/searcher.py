@@ -34,6 +34,7 @@ CROWD = 1024
 """Candidates at most that lie as near as the best, or among which the newest are looked for."""
 CLOSED = "Expected an open manager, got a closed one; make a new ExperienceManager"
 Rows = list[list[Hit]]
+_EVERYTHING = Scope()
 
 
 class Request(NamedTuple):
@@ -160,7 +161,7 @@ class Searcher:
         k, now = self._settings.k if k is None else k, time.perf_counter()
         queries, asked = checked_queries(query, k, blank=True), Where.of(where)
 
-        scope = Scope(exclude, asked)
+        scope = _EVERYTHING if exclude is None and asked is None else Scope(exclude, asked)
 
         def scoped(query: str) -> Scope:
             if not self._settings.same_task:

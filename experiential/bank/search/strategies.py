@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from heapq import nsmallest
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from random import Random
 from typing import NamedTuple, overload
 
@@ -69,8 +69,8 @@ class Near(Candidates):
 
     def __init__(self, found: Ranking) -> None:
         self._found = found
-        self.ids: list[str]
-        self.cosines: list[float]
+        self.ids: Sequence[str]
+        self.cosines: Sequence[float]
         if isinstance(found, Row):
             self.ids, self.cosines = found.ids, found.scores
         else:
@@ -103,30 +103,21 @@ class Near(Candidates):
 
     def at(self, places: Sequence[int]) -> Near:
         """Return the candidates at these places."""
-        if not isinstance(found := self._found, Row):
-            return Near([found[place] for place in places])
-        ids, live, scores = found.ids, found.live, found.scores
-        return Near(
-            Row(
-                [ids[place] for place in places],
-                [live[place] for place in places],
-                [scores[place] for place in places],
-            )
-        )
+        found = self._found
+        return Near(found.at(places) if isinstance(found, Row) else [found[one] for one in places])
 
     def entries(self) -> list[Experience]:
         """Return the entries of all candidates."""
-        if isinstance(self._found, Row):
-            return [live.experience for live in self._found.live]
-        return [one.item for one in self._found]
+        found = self._found
+        return found.entries() if isinstance(found, Row) else [one.item for one in found]
 
     def entry(self, id: str) -> Experience:
         """Return the entry of a candidate."""
         return self._found[self.ids.index(id)].item
 
-    def commit(self, place: int) -> int:
-        """Return the commit that wrote a candidate; 0 where the bank does not say."""
-        return self._found[place].item.provenance.commit or 0
+    def commits(self) -> list[int]:
+        """Return the commit that wrote each candidate; 0 where the bank does not say."""
+        return [entry.provenance.commit or 0 for entry in self.entries()]
 
 
 Picks = list[tuple[Candidate, float]]
@@ -349,31 +340,34 @@ def by_evidence(
     """
     nearest = PER_PLACE * settings.pool * k
     ids, relevances = _columns(candidates, settings.hybrid)
-    near = candidates if isinstance(candidates, Near) else None
     tasks: set[str | None] = set()
     first: list[tuple[int, Standing]] = []
     for window in _windows(relevances):
         # untried ones are alike
         tried = (place for place in window[nearest:] if seen.count(ids[place]))
         places = [*window[:nearest], *tried]
-        known = seen.evidence(near.at(places) if near else [candidates[one] for one in places])
+        if isinstance(candidates, Near):
+            near = candidates.at(places)
+            commits = near.commits()
+        else:
+            near = [candidates[place] for place in places]
+            commits = [one.commit for one in near]
+        known = seen.evidence(near)
         tasks = tasks or {None, *(of.task for of in known)}
         arms: list[tuple[int, Standing]] = []
-        fresh: list[tuple[int, Standing]] = []
         suspects: list[tuple[int, Standing]] = []
-        for place, of in zip(places, known, strict=True):
-            if of.task in tasks and of.verdict != "quarantined":
-                (suspects if of.suspect else arms if of.uses else fresh).append((place, of))
-        arms += nsmallest(
-            k,
-            fresh,
-            key=lambda arm: (
-                -arm[1].said,
-                seen.count(ids[arm[0]]),
-                -round(relevances[arm[0]], 2),
-                -(near.commit(arm[0]) if near else candidates[arm[0]].commit),
-            ),
-        )
+        fresh: list[tuple[tuple[int, int, float, int], int, Standing]] = []
+        for place, commit, of in zip(places, commits, known, strict=True):
+            if of.task not in tasks or (of.uses and of.verdict == "quarantined"):
+                continue
+            if of.suspect:
+                suspects.append((place, of))
+            elif of.uses:
+                arms.append((place, of))
+            else:
+                order = -of.said, seen.count(ids[place]), -round(relevances[place], 2), -commit
+                fresh.append((order, place, of))
+        arms += [(place, of) for _, place, of in nsmallest(k, fresh, key=itemgetter(0))]
         picks: Picks = []
         while arms and len(picks) < k:
             beliefs = tuple((*of.posterior, of.uses, of.successes - of.failures) for _, of in arms)
