@@ -222,6 +222,26 @@ def test_standings_that_followed_the_writes_are_those_of_the_journal(bank, tmp_p
         other.standings(asked)
 
 
+def test_the_entries_near_a_query_are_judged_as_each_by_itself_but_without_ages(bank):
+    texts = [f"take the cursed key {i}" if i % 3 else f"pull lever {i}" for i in range(16)]
+    entries = [distilled(bank, text, task=f"task {i % 2}") for i, text in enumerate(texts)]
+    play(bank, None, *[True] * 30)
+    for place, entry in enumerate(entries[:9]):
+        play(bank, entry, place % 3 == 0, place % 3 == 0, None)
+    found = [(entry, relevance) for entry in entries for relevance in (0.4, 0.7, 0.9, 1.0)]
+    for query in (TASK, "take the cursed key"):
+        each = [
+            bank.standings([Asked(id=one.id, version=one.version, relevance=of, query=query)])[0]
+            for one, of in found
+        ]
+        near = bank.standings_near(query, found)
+        assert near == [one.model_copy(update={"age": 0}) for one in each]
+        assert {one.suspect for one in near} == {query == TASK, False}
+        assert {one.uses for one in near} == {0, 2} and len({one.age for one in each}) > 1
+        first, last = (near[found.index((entries[place], 0.4))] for place in (9, 15))
+        assert first is last and not first.uses  # of one task, never shown
+
+
 def test_a_use_journalled_while_there_was_trust_can_be_read():
     old = {"id": "u", "experience_id": "a", "experience_version": 1}
     assert Use.model_validate(old | {"provisional": True, "admitted": False}) == Use(**old)
