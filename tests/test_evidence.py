@@ -12,7 +12,13 @@ from experiential.bank.bank import ExperienceBank
 from experiential.bank.evidence.outcomes import difference
 from experiential.bank.manager import ExperienceManager
 from experiential.bank.records import Asked
-from experiential.bank.search.strategies import Candidate, Retrievals, odds
+from experiential.bank.search.strategies import (
+    STRATEGIES,
+    Candidate,
+    Retrievals,
+    odds,
+    strategy,
+)
 from experiential.cli import main
 from experiential.cli.errors import run_app
 from experiential.errors import BankError, ConfigError
@@ -240,6 +246,24 @@ def test_the_entries_near_a_query_are_judged_as_each_by_itself_but_without_ages(
         assert {one.uses for one in near} == {0, 2} and len({one.age for one in each}) > 1
         first, last = (near[found.index((entries[place], 0.4))] for place in (9, 15))
         assert first is last and not first.uses  # of one task, never shown
+
+
+def test_a_strategy_of_ones_own_is_told_the_ages_of_entries(bank):
+    old, _, new = (distilled(bank, f"take key {i}") for i in range(3))
+    ages = []
+
+    @strategy("youngest")
+    def youngest(candidates, seen, settings, rng, k):
+        ages.extend(zip([one.id for one in candidates], seen.evidence(candidates), strict=True))
+        return [(min(candidates, key=lambda one: dict(ages)[one.id].age), 1.0)][:k]
+
+    try:
+        with ExperienceManager(bank, retrieval={"strategy": "youngest", "floor": -1.0}) as manager:
+            assert manager.search(TASK)[0].experience.id == new.id
+    finally:
+        del STRATEGIES["youngest"]
+    known = dict(ages)
+    assert known[old.id].age == known[new.id].age + 2 == 2
 
 
 def test_a_use_journalled_while_there_was_trust_can_be_read():

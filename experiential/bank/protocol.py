@@ -26,6 +26,7 @@ from experiential.bank.records import (
     LogEntry,
     Policy,
     Standing,
+    asked_near,
 )
 from experiential.bank.search.searchable import Searchable
 from experiential.bank.storage import bundle
@@ -254,12 +255,7 @@ class Bank(View, Protocol):
 
         Ages may be missing.
         """
-        return self.standings(
-            [
-                Asked(id=entry.id, version=entry.version, relevance=relevance, query=query)
-                for entry, relevance in found
-            ]
-        )
+        return self.standings(asked_near(query, found))
 
     # Writing
 

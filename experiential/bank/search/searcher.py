@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from experiential.bank.options import RetrievalOptions
 from experiential.bank.protocol import Bank
-from experiential.bank.records import Standing
+from experiential.bank.records import Standing, asked_near
 from experiential.bank.search.strategies import (
     NEAR,
     PER_PLACE,
@@ -19,6 +19,7 @@ from experiential.bank.search.strategies import (
     Candidates,
     Near,
     Retrievals,
+    by_evidence,
     select,
 )
 from experiential.bank.search.where import Filter, Ranking, Scope, Where, checked_queries
@@ -133,7 +134,10 @@ class Searcher:
         else:
             hybrid, entry = self._settings.hybrid, self._near.entry
             found = [(entry(one.id), one.relevance(hybrid)) for one in near]
-        standings = self._bank.standings_near(self._query, found)
+        if self._strategy is by_evidence:
+            standings = self._bank.standings_near(self._query, found)
+        else:  # other strategies may ask for ages
+            standings = self._bank.standings(asked_near(self._query, found))
         self._has_outcomes = standings[0].others > 0
         for query in (self._query, ""):
             self._settled.pop(query, None)
