@@ -458,6 +458,20 @@ def test_the_bank_benchmark_runs_small_and_its_arms_find_the_same(tmp_path: Path
     assert [set(map(int, row)) for row in rows] == [set(map(int, row)) for row in expected]
 
 
+def test_a_crowd_is_measured_in_turn_with_another_working_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bank, "REPEATS", 1)
+    here = Path(bank.__file__).parent.parent
+    found = bank.crowd(300, ["diverse", "one_evidence", "vectors", "futures"], here)
+    assert found["other_hits"] == 0
+    timed = ("diverse", "one_evidence")
+    for part in ("diverse", "one_evidence", "vectors", "futures"):
+        now, before = found[part]["now"], found[part]["before"]
+        assert now.keys() == before.keys() and ("p99_ms_min" in now) == (part in timed)
+        assert found[part]["cpu_ratio"] == now["cpu_ms_min"] / before["cpu_ms_min"] > 0
+
+
 async def test_the_accelerator_table_counts_operations_and_measures_both_phases() -> None:
     assert accelerator.operations(10, 3, update=False, adapter=False) == 60
     assert (

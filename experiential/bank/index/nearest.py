@@ -7,9 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise, repeat
-from operator import attrgetter
-from typing import Any, cast
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -19,16 +17,15 @@ from experiential.bank.index.embed import Vector
 from experiential.bank.index.follower import Replica
 from experiential.bank.index.indexed import cosines, search_indexed
 from experiential.bank.index.lexical import Found, Lexical
-from experiential.bank.search.where import Scope, Scored, Where
+from experiential.bank.search.where import Ranking, Row, Scope, Scored, Where
 from experiential.bank.storage.tables import Live, LiveEntries, Stored
-from experiential.types import Experience
 
 Mask = npt.NDArray[np.bool_]
 Ranked = tuple[Indices, Vector, Indices]
 """Columns and scores of several rows, one after the other, and the number of each row."""
 _SCORES_AT_ONCE = 1 << 24
 """Cosines of one product (64 MiB): many queries of a small bank, few of a large one."""
-_PAIRS = 512
+_PAIRS = 128
 """Pairs of vectors of one product, which then stay in the processor's cache."""
 _BLOCK = 16
 _MOST_MASKS = 32
@@ -39,10 +36,6 @@ Table = Callable[[], Mapping[str, Live]]
 """Returns the live entries as they are when it is called."""
 Changed = tuple[str, Stored | None, int]
 """Id of an entry, its new version (None removes it), and the position in the journal."""
-Row = list[Scored[Experience]]
-# Does as ``Scored._make``, without counting the fields in Python: a batch has thousands.
-_experience: Callable[[Live], Experience] = attrgetter("experience")
-_scored: Callable[[Iterable[Any]], Scored[Any]] = partial(cast("Any", tuple).__new__, Scored)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +45,8 @@ class Snapshot:
     Attributes:
         matrix: one vector per row, shape (r, d), float32.
         dead: rows whose items were replaced or removed.
-        entries: of all rows, and of rows written since.
+        ids: of all rows, and of rows written since.
+        entries: of the same.
         labels: rows by label, with rows written since.
         masks: which of the entries pass each of the last filters.
         codes: the rows rounded.
@@ -60,28 +54,28 @@ class Snapshot:
 
     matrix: Vector
     dead: Indices
+    ids: list[str]
     entries: list[Live]
     labels: dict[str, list[int]]
     masks: dict[Where, Mask]
     codes: Codes
 
-    def search(
-        self, queries: Vector, n: int, scopes: Sequence[Scope]
-    ) -> list[list[Scored[Experience]]]:
+    def search(self, queries: Vector, n: int, scopes: Sequence[Scope]) -> list[Row]:
         """Return the ``n`` nearest entries in the scope of each query, best first.
 
         Queries are normalised, shape (m, d), float32. Equal scores keep the order in which the
         entries were written.
         """
         if not len(self.matrix):
-            return [[] for _ in queries]
+            return [Row((), (), (), 0, 0) for _ in queries]
         ranked = self._by_codes(queries, n, scopes) or self._by_all(queries, n, scopes)
         columns, values, counts = (np.concatenate(part) for part in zip(*ranked, strict=True))
-        items = map(_experience, map(self.entries.__getitem__, columns.tolist()))
-        triples = zip(items, values.tolist(), repeat(0.0), strict=False)
-        hits: list[Scored[Experience]] = list(map(_scored, triples))
+        places = columns.tolist()
+        ids = list(map(self.ids.__getitem__, places))
+        live = list(map(self.entries.__getitem__, places))
+        scores: list[float] = values.tolist()
         edges = [0, *np.cumsum(counts).tolist()]
-        return [hits[begin:end] for begin, end in pairwise(edges)]
+        return [Row(ids, live, scores, begin, end) for begin, end in pairwise(edges)]
 
     def _by_codes(self, queries: Vector, n: int, scopes: Sequence[Scope]) -> list[Ranked] | None:
         """Compare exactly what rounded vectors leave; None where ``_by_all`` is as good."""
@@ -192,6 +186,7 @@ class VectorIndex:
         self.positions: dict[str, int] = {}
         self._matrix = np.zeros((0, 0), dtype=np.float32)
         self._alive = np.zeros(0, dtype=np.bool_)
+        self._ids: list[str] = []
         self._entries: list[Live] = []
         self._labels: dict[str, list[int]] = {}
         self._masks: dict[Where, Mask] = {}
@@ -204,6 +199,7 @@ class VectorIndex:
         """
         proposed = [place for place, live in enumerate(entries.entries) if live.proposed]
         ids, self._entries = list(entries.ids), list(entries.entries)
+        self._ids = ids
         self._matrix = np.delete(entries.vectors, proposed, axis=0) if proposed else entries.vectors
         for place in reversed(proposed):
             del ids[place], self._entries[place]
@@ -234,6 +230,7 @@ class VectorIndex:
                     self._matrix[:row], self._alive[:row] = matrix, alive
             self._matrix[row] = stored.vector
             self._alive[row] = True
+            self._ids.append(id)
             self._entries.append(Live(stored.experience, stored.origins))
             self.rows[id], self.positions[id] = row, seq
             for label in stored.origins:
@@ -241,7 +238,7 @@ class VectorIndex:
         if len(self._entries) > 64 + 2 * len(self.rows):  # mostly dead rows: write the others anew
             kept = list(self.rows.values())
             self._matrix, self._alive = self._matrix[kept], self._alive[kept]
-            self._entries = [self._entries[row] for row in kept]
+            self._ids, self._entries = list(self.rows), [self._entries[row] for row in kept]
             self.rows = {id: row for row, id in enumerate(self.rows)}
             self._masks, self._codes = {}, Codes()
             self._label_rows()
@@ -257,7 +254,13 @@ class VectorIndex:
         count = len(self._entries)
         dead = np.flatnonzero(~self._alive[:count])
         return Snapshot(
-            self._matrix[:count], dead, self._entries, self._labels, self._masks, self._codes
+            self._matrix[:count],
+            dead,
+            self._ids,
+            self._entries,
+            self._labels,
+            self._masks,
+            self._codes,
         )
 
 
@@ -344,7 +347,7 @@ class Nearest:
         table: Table,
         scopes: Sequence[Scope],
         texts: Sequence[str] = (),
-    ) -> list[Row]:
+    ) -> list[Ranking]:
         """Return the ``n`` nearest live entries in the scope of each query, best first.
 
         Args:
@@ -377,7 +380,7 @@ class Nearest:
                     found = self._lexical.search(text, n, scope)
                     ids = [live.experience.id for live in found.entries]
                     by_words[text, scope] = found, [self._index.rows.get(id) for id in ids]
-        rows: list[Row] = resident.search(queries, n, scopes)
+        rows: list[Ranking] = [*resident.search(queries, n, scopes)]
         replica = self._replica if is_large else None
         if replica is not None:
             passing = partial(self.passing, table)
