@@ -253,12 +253,9 @@ class PackedModel:
             inputs |= {"position_ids": cut.positions, "layout": cut}
         return inputs
 
-    def places(self, row: Row, samples: Sequence[Sample]) -> Tensor:
+    def places(self, row: Row, members: Sequence[Sample]) -> Tensor:
         """Return where in a row each trained token of its samples is predicted, shape (n,)."""
-        places = [
-            path[p - 1]
-            for m, path in zip(row.samples, row.paths, strict=True)
-            for p in samples[m].positions
-        ]
+        pairs = zip(members, row.paths, strict=True)
+        places = [path[p - 1] for sample, path in pairs for p in sample.positions]
         device = next(self.model.parameters()).device
         return torch.tensor(places, dtype=torch.long, device=device)

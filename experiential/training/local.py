@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,7 +37,7 @@ from experiential.training.losses import (
     token_logprobs,
 )
 from experiential.training.memory import saved_bytes
-from experiential.training.packing import Row, deal, draw_batches, pack
+from experiential.training.packing import Row, by_sample, deal, draw_batches, pack
 from experiential.training.runtime import (
     LossSettings,
     Policies,
@@ -316,7 +315,7 @@ class LocalRuntime(PolicyRuntime):
         found: dict[int, tuple[float, ...]] = {}
         for row in self._rows(samples):
             with torch.no_grad():
-                found |= _by_sample(row, samples, self._logprobs(row, samples, measure))
+                found |= by_sample(row, samples, self._logprobs(row, samples, measure))
         return [found[member] for member in range(len(samples))]
 
     def _collect_gradients(self) -> None:
@@ -438,7 +437,7 @@ class LocalRuntime(PolicyRuntime):
             else:  # the head sees only the positions that are asked for
                 states = packed.run(**inputs).last_hidden_state[0]
                 head = base.get_output_embeddings()
-        return states[packed.places(row, samples)], head
+        return states[packed.places(row, [samples[m] for m in row.samples])], head
 
     def _measured(
         self, states: torch.Tensor, head: Any, members: list[Sample], measure: Measure
@@ -622,14 +621,6 @@ def build_runtimes(
 def _is_frozen(head: torch.nn.Module) -> bool:
     """Test whether no gradient of a head is wanted."""
     return not any(p.requires_grad for p in head.parameters())
-
-
-def _by_sample(
-    row: Row, samples: Sequence[Sample], measured: torch.Tensor
-) -> dict[int, tuple[float, ...]]:
-    """Divide what was measured of each trained token of a row by its samples."""
-    values = iter(cast("Any", measured).tolist())
-    return {m: tuple(islice(values, len(samples[m].positions))) for m in row.samples}
 
 
 def _master(weight: torch.Tensor) -> torch.Tensor:

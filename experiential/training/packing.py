@@ -11,7 +11,8 @@ from __future__ import annotations
 from bisect import bisect, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, islice, pairwise
+from typing import Any, cast
 
 import torch
 
@@ -55,6 +56,14 @@ def pack(samples: Sequence[Sample], chosen: Sequence[int] | None = None) -> Row:
         paths += [path] * len(members[tokens])
         last = tokens
     return Row(tuple(laid), tuple(owners), tuple(paths))
+
+
+def by_sample(
+    row: Row, samples: Sequence[Sample], measured: torch.Tensor
+) -> dict[int, tuple[float, ...]]:
+    """Divide what was measured of each trained token of a row by its samples."""
+    values = iter(cast("Any", measured).tolist())
+    return {m: tuple(islice(values, len(samples[m].positions))) for m in row.samples}
 
 
 def draw_batches(count: int, batches: int, loss: LossSettings) -> list[list[list[int]]]:
