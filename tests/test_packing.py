@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.rank_balance import batch, compare
 from experiential.training import attention
 from experiential.training.packing import Row, deal, pack
 from experiential.training.runtime import Sample
@@ -72,6 +73,33 @@ def test_every_sample_is_in_one_row_within_the_limit_and_has_its_own_path(
         assert plain or (branching and len(row.tokens) <= limit)
         for index, path in zip(row.samples, row.paths, strict=True):
             assert tuple(row.tokens[i] for i in path) == samples[index].tokens[:-1]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(("kind", "count"), [("episodes", 70), ("episodes", 40), ("turns", 70)])
+def test_ranks_that_wait_for_each_other_at_every_row_lose_little(
+    kind: str, count: int, ranks: int
+) -> None:
+    """Ideal is what one device forwards, divided by the ranks."""
+    for seed in range(3):
+        cost = compare(batch(kind, count, seed), ranks)
+        assert 1 - 1e-9 <= cost["deal"] <= 1.15 and cost["robin"] > 1.3 and cost["blocks"] > 1.7
+        assert cost["tokens"] < 1.1
+
+
+def test_a_group_stays_on_one_rank_unless_balance_saves_more() -> None:
+    def forwarded(prompt: int, response: int) -> int:
+        """Tokens of three groups of four on two ranks."""
+        samples = [
+            _sample([1000 * g, *range(prompt - 1), 5000 + k, *range(response)])
+            for g in range(3)
+            for k in range(4)
+        ]
+        dealt = deal(samples, 2, limit=10**6)
+        return sum(len(pack(samples, chosen).tokens) for each in dealt for chosen in each)
+
+    assert forwarded(100, 1) == 3 * (100 + 4), "2 + 1 groups: the prompt is nearly all"
+    assert 4 * 10 <= forwarded(10, 100) - 12 * 100 <= 6 * 10, "divided, for six responses each"
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2)])  # the second shares keys among queries

@@ -18,8 +18,8 @@ import torch
 
 from experiential.training.runtime import LossSettings, Sample
 
-_ROOMS = 5
-"""Sizes of units that are tried, each half of the one before."""
+_ROOMS = 9
+"""Sizes of units that are tried, each half of the one before the last."""
 _SLACK = (1.02, 1.05, 1.1, 1.2)
 """Sizes of rows that are tried, from the least possible one on."""
 
@@ -111,7 +111,7 @@ def deal(
     rounds = -(-total // (limit * ranks)) if limit else 1
     even = {max(longest, total / (ranks * n)) for n in (rounds, rounds + 1)}
     capacities = [limit, *(min(limit, size * slack) for size in even for slack in _SLACK)]
-    rooms = [limit, *(min(limit, total / ranks / 2**k) for k in range(_ROOMS)), 0]
+    rooms = [limit, *(min(limit, total / ranks / 2 ** (k / 2)) for k in range(_ROOMS)), 0]
     best, lowest = list[list[_Bin]](), (float("inf"), 0)
     for room in dict.fromkeys(rooms):
         units = forest.join(room)
