@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, chain, islice, pairwise, product
 from typing import Any, cast
 
 import torch
@@ -22,6 +22,8 @@ _ROOMS = 9
 """Sizes of units that are tried, each half of the one before the last."""
 _SLACK = (1.02, 1.05, 1.1, 1.2)
 """Sizes of rows that are tried, from the least possible one on."""
+_WORK = 500_000
+"""Placements after which no further sizes are tried: a second or two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,18 +113,20 @@ def deal(
     rounds = -(-total // (limit * ranks)) if limit else 1
     even = {max(longest, total / (ranks * n)) for n in (rounds, rounds + 1)}
     capacities = [limit, *(min(limit, size * slack) for size in even for slack in _SLACK)]
-    rooms = [limit, *(min(limit, total / ranks / 2 ** (k / 2)) for k in range(_ROOMS)), 0]
-    best, lowest = list[list[_Bin]](), (float("inf"), 0)
-    for room in dict.fromkeys(rooms):
-        units = forest.join(room)
-        for capacity in dict.fromkeys(capacities):
-            found = forest.fill(units, ranks, capacity)
-            longest_rows = sum(max(row.size for row in rows) for rows in found)
-            cost = (longest_rows, sum(row.size for rows in found for row in rows))
-            if cost < lowest:
-                best, lowest = found, cost
-        if lowest[0] <= ideal:
+    rooms = [min(limit, total / ranks / 2 ** (k / 2)) for k in reversed(range(_ROOMS))]
+    if ranks == 1:  # nobody waits, and larger units share more
+        capacities, rooms = [limit], []
+    best, lowest, work = list[list[_Bin]](), (float("inf"), 0), 0
+    for room, capacity in dict.fromkeys(product([*rooms, limit], capacities)):
+        if work > _WORK or lowest[0] <= ideal:
             break
+        units = forest.join(room)
+        found = forest.fill(units, ranks, capacity)
+        longest_rows = sum(max(row.size for row in rows) for rows in found)
+        cost = (longest_rows, sum(row.size for rows in found for row in rows))
+        if cost < lowest:
+            best, lowest = found, cost
+        work += len(units) * ranks * len(found)
     totals, dealt = [0] * ranks, list[list[tuple[int, ...]]]()
     for rows in sorted(best, key=lambda rows: -max(row.size for row in rows)):
         rows.sort(key=lambda row: -row.size)
@@ -163,6 +167,10 @@ class _Forest:
         ]  # with the one before
         new = (n - shared for n, shared in zip(self.lengths, self._shared, strict=True))
         self._sums = [0, *accumulate(new)]
+        self._least = [self._shared]  # of 1, 2, 4, ... neighbours
+        while (width := 1 << len(self._least)) <= len(ordered):
+            one = self._least[-1]
+            self._least.append([min(pair) for pair in zip(one, one[width // 2 :], strict=False)])
 
     def size(self, start: int, stop: int) -> int:
         """Count the tokens of neighbouring sequences in one row."""
@@ -190,10 +198,15 @@ class _Forest:
         self, units: Sequence[tuple[int, int]], ranks: int, capacity: float
     ) -> list[list[_Bin]]:
         """Put units into rows of at most ``capacity`` tokens, unless one alone has more."""
+        shared = [*self._shared, 0]
+        least = min(self.size(a, b) - max(shared[a], shared[b]) for a, b in units)
         rounds: list[list[_Bin]] = []
         while units:
             rows, left = [_Bin() for _ in range(ranks)], list[tuple[int, int]]()
-            for unit in units:
+            for number, unit in enumerate(units):
+                if min(row.size for row in rows) + least > max(capacity, least):
+                    left += units[number:]  # every row is full
+                    break
                 size, place = min((self._grown(row, unit), i) for i, row in enumerate(rows))
                 row = rows[place]
                 if size <= max(capacity, row.size, self.size(*unit)):
@@ -215,7 +228,8 @@ class _Forest:
 
     def _common(self, stop: int, start: int) -> int:
         """Count the tokens that sequence ``stop`` - 1 shares with a later one, ``start``."""
-        return min(self._shared[stop : start + 1])
+        level = (start + 1 - stop).bit_length() - 1
+        return min(self._least[level][stop], self._least[level][start + 1 - (1 << level)])
 
 
 def inputs(sample: Sample) -> tuple[int, ...]:
