@@ -114,10 +114,11 @@ def deal(
     even = {max(longest, total / (ranks * n)) for n in (rounds, rounds + 1)}
     capacities = [limit, *(min(limit, size * slack) for size in even for slack in _SLACK)]
     rooms = [min(limit, total / ranks / 2 ** (k / 2)) for k in reversed(range(_ROOMS))]
+    rooms += [limit, 0]
     if ranks == 1:  # nobody waits, and larger units share more
-        capacities, rooms = [limit], []
+        capacities, rooms = [limit], [limit]
     best, lowest, work = list[list[_Bin]](), (float("inf"), 0), 0
-    for room, capacity in dict.fromkeys(product([*rooms, limit], capacities)):
+    for room, capacity in dict.fromkeys(product(rooms, capacities)):
         if work > _WORK or lowest[0] <= ideal:
             break
         units = forest.join(room)
