@@ -396,15 +396,15 @@ class PolicyClusterSettings(Settings):
     """GPUs of each engine"""
     zero_stage: Literal[0, 1, 2, 3] = 2
     batch_size: PositiveInt = 64
-    """sequences of one optimiser step; short ones are filled up with empty sequences"""
+    """sequences of one optimiser step at most"""
     micro_batch_size: PositiveInt = 4
-    """sequences that one rank computes at once"""
+    """times max_length: the tokens that one rank computes at once, packed from several sequences"""
     max_length: PositiveInt = 4096
     """tokens of prompt and response together"""
     gpu_memory: float = Field(default=0.85, gt=0.0, le=1.0)
     """share of a GPU's memory that an engine takes"""
     attention: str = "flash_attention_2"
-    """transformers' attention in training: flash_attention_2, sdpa, eager"""
+    """transformers' attention where rows cannot branch: flash_attention_2, sdpa, eager"""
     gradient_checkpointing: bool = False
     offload_optimizer: bool = False
     """keep the optimiser's state in the memory of the machine"""

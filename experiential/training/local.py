@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property, partial
-from inspect import signature
-from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +23,7 @@ from experiential.llm.states import MEMORY_SHARE, free_memory, total_memory
 from experiential.llm.transformers import TransformersLLM
 from experiential.llm.vllm import VLLM
 from experiential.rollout import make_env
-from experiential.training import attention
+from experiential.training.attention import PackedModel
 from experiential.training.losses import (
     Measure,
     Sums,
@@ -39,6 +37,7 @@ from experiential.training.losses import (
     token_logprobs,
 )
 from experiential.training.memory import saved_bytes
+from experiential.training.packing import Row, by_sample, deal, draw_batches, pack
 from experiential.training.runtime import (
     LossSettings,
     Policies,
@@ -47,7 +46,6 @@ from experiential.training.runtime import (
     TrainStats,
     usable_samples,
 )
-from experiential.training.samples import Row, pack
 from experiential.types import Generation
 
 _STATE = "state.pt"
@@ -102,6 +100,7 @@ class LocalRuntime(PolicyRuntime):
         # the causal language model inside a peft wrapper, or the model itself
         wrapped = hasattr(llm.model, "get_base_model")
         self._base: Any = self._model.get_base_model() if wrapped else llm.model
+        self._packed = PackedModel(self._base)
         trained = "" if llm.adapter is None else f".{llm.adapter}."
         self._parameters: list[torch.nn.Parameter] = [
             p.requires_grad_(True) for n, p in self._model.named_parameters() if trained in n
@@ -256,14 +255,8 @@ class LocalRuntime(PolicyRuntime):
             tokens=sum(len(s.positions) for s in samples),
             sequence_tokens=sum(len(s.tokens) for s in samples),
         )
-        generator, sums = torch.Generator().manual_seed(loss.seed), Sums()
-        parts = min(loss.mini_batches, len(samples))
-        edges = [round(i * len(samples) / parts) for i in range(parts + 1)]
-        for epoch in range(loss.epochs):
-            order = list(range(len(samples)))
-            if epoch or loss.mini_batches > 1:
-                order = [int(i) for i in torch.randperm(len(samples), generator=generator)]
-            batches = [order[a:b] for a, b in pairwise(edges)]
+        sums, parts = Sums(), min(loss.mini_batches, len(samples))
+        for epoch, batches in enumerate(draw_batches(len(samples), parts, loss)):
             if epoch == 0:  # the first step takes its log-probabilities from its own forward
                 self._rescore(samples, batches if loss.epochs > 1 else batches[1:], loss)
             self._activate(training=True)
@@ -276,7 +269,7 @@ class LocalRuntime(PolicyRuntime):
                     weight.grad = None
                 for row in self._rows(part):
                     value, metrics = self._loss(row, part, loss, total, first=first)
-                    with self._attention():  # checkpoints go forward again
+                    with self._packed.attention():  # checkpoints go forward again
                         cast("Any", value).backward()  # torch leaves its arguments untyped
                     self._collect_gradients()
                     stats.loss += float(value.detach())
@@ -322,7 +315,7 @@ class LocalRuntime(PolicyRuntime):
         found: dict[int, tuple[float, ...]] = {}
         for row in self._rows(samples):
             with torch.no_grad():
-                found |= _by_sample(row, samples, self._logprobs(row, samples, measure))
+                found |= by_sample(row, samples, self._logprobs(row, samples, measure))
         return [found[member] for member in range(len(samples))]
 
     def _collect_gradients(self) -> None:
@@ -334,8 +327,12 @@ class LocalRuntime(PolicyRuntime):
                 weight.grad = None
 
     def _rows(self, samples: list[Sample]) -> list[Row]:
-        limit = self.optim.tokens_per_micro_batch or self._fitting
-        return pack(samples, limit=limit, branching=self._branching)
+        limit, branching = (
+            self.optim.tokens_per_micro_batch or self._fitting,
+            self._packed.branching,
+        )
+        dealt = deal(samples, 1, limit=limit, branching=branching)
+        return [pack(samples, chosen) for (chosen,) in dealt]
 
     @cached_property
     def _fitting(self) -> int:
@@ -345,7 +342,7 @@ class LocalRuntime(PolicyRuntime):
         config = base.config.get_text_config()
         length = min(128, getattr(config, "max_position_embeddings", None) or 128)
         probe = Row(tuple(i % size for i in range(length)), (0,), (tuple(range(length)),))
-        inputs, training = self._inputs(probe, branching=False), base.training
+        inputs, training = self._packed.inputs(probe, branching=False), base.training
         base.eval()  # without checkpoints, which hide what they keep
         try:
             kept = saved_bytes(lambda: base.base_model(**inputs), self._model) / length
@@ -361,59 +358,6 @@ class LocalRuntime(PolicyRuntime):
         free = total_memory(device) // 2 if self._steady else free_memory(device)
         share = _SHARES.get(device.type, _SHARES["cpu"]) * max(0, free - coming)
         return int(min(MICRO_BATCH[1], max(MICRO_BATCH[0], share / max(1.0, kept))))
-
-    @cached_property
-    def _branching(self) -> bool:
-        """Test whether the model computes branched rows and plain ones alike.
-
-        Some take no attention function from outside, and some make positions themselves.
-        """
-        base = self._base
-        if "position_ids" not in signature(base.base_model.forward).parameters:
-            return False
-        paths = ((0, 1, 2, 3, 4), (0, 1, 2, 5, 6))
-        size = base.get_input_embeddings().num_embeddings
-        tokens = tuple(token % size for token in (11, 23, 31, 41, 53, 61, 73))
-        training = base.training
-        base.eval()
-        try:
-            with torch.no_grad():
-                both = self._inputs(Row(tokens, (0, 1), paths), branching=True)
-                with self._attention(branching=True):
-                    branched = base.base_model(**both).last_hidden_state[0].float()
-                for path in paths:
-                    row = Row(tuple(tokens[i] for i in path), (0,), (tuple(range(5)),))
-                    alone = self._inputs(row, branching=False)
-                    plain = base.base_model(**alone).last_hidden_state[0].float()
-                    gap = (branched[list(path)] - plain).abs().max()
-                    if not gap <= 10 * torch.finfo(base.dtype).eps ** 0.75 * plain.abs().max():
-                        return False
-        except (RuntimeError, ValueError, TypeError, IndexError):
-            return False  # the model refuses such attention
-        finally:
-            base.train(training)
-        return True
-
-    @contextmanager
-    def _attention(self, *, branching: bool | None = None) -> Generator[None]:
-        """Let the model attend along the paths of a row inside the block."""
-        if not (self._branching if branching is None else branching):
-            yield
-            return
-        usual = self._base.config._attn_implementation
-        self._base.set_attn_implementation(attention.NAME)
-        try:
-            yield
-        finally:
-            self._base.set_attn_implementation(usual)
-
-    def _inputs(self, row: Row, *, branching: bool) -> dict[str, Any]:
-        device = next(self._base.parameters()).device
-        inputs = {"input_ids": torch.tensor([row.tokens], device=device), "use_cache": False}
-        if branching:
-            cut = attention.layout(row, device, self._base.dtype)
-            inputs |= {"position_ids": cut.positions, "layout": cut}
-        return inputs
 
     def _loss(
         self, row: Row, samples: list[Sample], loss: LossSettings, total: int, *, first: bool
@@ -485,20 +429,15 @@ class LocalRuntime(PolicyRuntime):
 
     def _states(self, row: Row, samples: list[Sample]) -> tuple[torch.Tensor, Any]:
         """Return what the row's trained tokens are drawn from, shape (n, width), and the head."""
-        base, device = self._base, next(self._model.parameters()).device
-        places = [
-            path[p - 1]
-            for m, path in zip(row.samples, row.paths, strict=True)
-            for p in samples[m].positions
-        ]
-        inputs = self._inputs(row, branching=self._branching)
-        with self._attention():
+        base, packed = self._base, self._packed
+        inputs = packed.inputs(row)
+        with packed.attention():
             if any(getattr(base.config, name, None) not in (None, 1, 1.0) for name in AFTER_HEAD):
                 states, head = self._model(**inputs).logits[0], torch.nn.Identity()
             else:  # the head sees only the positions that are asked for
-                states = base.base_model(**inputs).last_hidden_state[0]
+                states = packed.run(**inputs).last_hidden_state[0]
                 head = base.get_output_embeddings()
-        return states[torch.tensor(places, device=device)], head
+        return states[packed.places(row, [samples[m] for m in row.samples])], head
 
     def _measured(
         self, states: torch.Tensor, head: Any, members: list[Sample], measure: Measure
@@ -682,14 +621,6 @@ def build_runtimes(
 def _is_frozen(head: torch.nn.Module) -> bool:
     """Test whether no gradient of a head is wanted."""
     return not any(p.requires_grad for p in head.parameters())
-
-
-def _by_sample(
-    row: Row, samples: Sequence[Sample], measured: torch.Tensor
-) -> dict[int, tuple[float, ...]]:
-    """Divide what was measured of each trained token of a row by its samples."""
-    values = iter(cast("Any", measured).tolist())
-    return {m: tuple(islice(values, len(samples[m].positions))) for m in row.samples}
 
 
 def _master(weight: torch.Tensor) -> torch.Tensor:
