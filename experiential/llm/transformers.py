@@ -195,6 +195,10 @@ class TransformersLLM(LLM):
         self.version = version
         self._epoch += 1
 
+    def forget(self) -> None:
+        """Drop the key-value states of past prompts; call this on the executor's thread."""
+        self._engine.cache.clear()
+
     def close(self) -> None:
         """Refuse further requests and end an executor of its own; safe to call twice."""
         self._closed = True

@@ -29,6 +29,8 @@ _KEPT = 8
 so that what is kept per token has a bound."""
 
 Runs = tuple[tuple[int, int], ...]
+States = list[tuple[Tensor, Tensor]]
+"""Keys and values of some tokens, per layer, shape (1, heads, n, width) each."""
 
 
 @dataclass
@@ -47,11 +49,13 @@ class Layout:
     """Tell attention how a row is cut.
 
     Attributes:
-        positions: the position of each token in its own sequence, shape (1, n).
+        positions: the position of each forwarded token in its own sequence, shape (1, n).
         queries: length of each block of queries.
-        keys: length of each segment of keys.
+        keys: length of each segment of keys, those of known tokens included.
         seen: per block, the indices of its segments.
         masks: per block, added to the scores, shape (queries, keys); None where a causal one does.
+        known: of the tokens that the row begins with and that are not forwarded.
+        made: takes those of the forwarded tokens, layer by layer; None keeps none.
     """
 
     positions: Tensor
@@ -59,13 +63,37 @@ class Layout:
     keys: list[int]
     seen: list[list[int]]
     masks: list[Tensor | None]
+    known: States | None = None
+    made: States | None = None
+
+
+class Beginning:
+    """Hold what all rows of a batch begin with, so that it goes forward and backward once.
+
+    Rows attend to copies of its keys and values outside of its graph. There they leave gradients,
+    and ``backward`` sends the sum of these on.
+
+    Attributes:
+        states: the copies; empty if the rows have no common beginning.
+    """
+
+    def __init__(self, made: States) -> None:
+        self._made = [x for pair in made for x in pair]
+        copies = [x.detach().requires_grad_(x.requires_grad) for x in self._made]
+        self.states: States = list(zip(copies[::2], copies[1::2], strict=True))
+
+    def backward(self) -> None:
+        """Go backward from the gradients that rows have left."""
+        copies = (x for pair in self.states for x in pair)
+        ends = [(x, c.grad) for x, c in zip(self._made, copies, strict=True) if c.grad is not None]
+        torch.autograd.backward([x for x, _ in ends], [gradient for _, gradient in ends])
 
 
 def layout(row: Row, device: torch.device, dtype: torch.dtype) -> Layout:
     """Cut a row into blocks of queries and segments of keys."""
     positions = np.zeros(len(row.tokens), dtype=np.int64)
     blocks: list[_Block] = []
-    end = 0
+    end = row.known
     for path in row.paths:
         if path[-1] < end:
             continue  # the beginning of a path before
@@ -99,7 +127,7 @@ def layout(row: Row, device: torch.device, dtype: torch.dtype) -> Layout:
             made[shape] = _mask(before, block.lengths, device, dtype)
         masks.append(made[shape] if before else None)
     return Layout(
-        positions=torch.tensor(positions[None], device=device),
+        positions=torch.tensor(positions[None, row.known :], device=device),
         queries=[block.stop - block.start for block in blocks],
         keys=[b - a for a, b in zip(edges, edges[1:], strict=False)],
         seen=[[i for a, b in block for i in range(place[a], place[b])] for block in runs],
@@ -145,6 +173,12 @@ def packed_attention(
     ]
     if refused:
         raise ValueError(f"Expected plain attention, got {', '.join(refused)}")
+    if layout.made is not None:
+        layout.made.append((key, value))
+    if layout.known is not None:
+        index: int = cast("Any", module).layer_idx
+        keys_before, values_before = layout.known[index]
+        key, value = torch.cat([keys_before, key], 2), torch.cat([values_before, value], 2)
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and query.device.type != "cpu":  # no fused kernel takes both groups and a mask
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)

@@ -47,7 +47,7 @@ from experiential.training.runtime import (
     TrainStats,
     usable_samples,
 )
-from experiential.training.samples import Row, pack
+from experiential.training.samples import Row, common_beginning, pack
 from experiential.types import Generation
 
 _STATE = "state.pt"
@@ -56,6 +56,8 @@ _GPU_SHARE = 0.4
 MICRO_BATCH = (512, 16384)
 """The fewest and the most tokens that go forward together: fewer leave a device idle, and more win
 nothing. A longer sequence goes alone."""
+_SHARING = 256
+"""Tokens that forwarding a common beginning apart must save."""
 _SHARES = {"cpu": 1 / 16, "cuda": 1 / 2}
 """Parts of the free memory for activations. A host's is shared with other processes, and the C
 library's allocator takes about twice what the tensors need."""
@@ -251,6 +253,7 @@ class LocalRuntime(PolicyRuntime):
 
     def _train(self, samples: list[Sample], loss: LossSettings) -> TrainStats:
         begin = time.perf_counter()
+        self.llm.forget()  # states of weights that are about to change
         stats = TrainStats(
             samples=len(samples),
             tokens=sum(len(s.positions) for s in samples),
@@ -274,14 +277,24 @@ class LocalRuntime(PolicyRuntime):
                 self._optimizer.zero_grad(set_to_none=True)
                 for weight in self._parameters:  # a backward pass that failed leaves gradients
                     weight.grad = None
-                for row in self._rows(part):
-                    value, metrics = self._loss(row, part, loss, total, first=first)
+                rows = self._rows(part)
+                references = self._referred(rows, part) if loss.kl > 0 else [None] * len(rows)
+                beginning = self._beginning(rows)  # goes forward and backward once
+                for row, reference in zip(rows, references, strict=True):
+                    value, metrics = self._loss(
+                        row, part, loss, total, reference, beginning.states, first=first
+                    )
                     with self._attention():  # checkpoints go forward again
                         cast("Any", value).backward()  # torch leaves its arguments untyped
                     self._collect_gradients()
                     stats.loss += float(value.detach())
-                    stats.forwarded_tokens += len(row.tokens)
+                    stats.forwarded_tokens += len(row.tokens) - row.known
                     add_sums(sums, metrics)
+                if beginning.states:
+                    with self._attention():
+                        beginning.backward()
+                    self._collect_gradients()
+                    stats.forwarded_tokens += rows[0].known
                 norm = torch.nn.utils.clip_grad_norm_(self._masters, self.optim.max_grad_norm)
                 if torch.isfinite(norm):
                     cast("Any", self._optimizer).step()
@@ -320,9 +333,11 @@ class LocalRuntime(PolicyRuntime):
     ) -> list[tuple[float, ...]]:
         """Measure every trained token of each sample, without gradients."""
         found: dict[int, tuple[float, ...]] = {}
-        for row in self._rows(samples):
-            with torch.no_grad():
-                found |= _by_sample(row, samples, self._logprobs(row, samples, measure))
+        rows = self._rows(samples)
+        with torch.no_grad():
+            known = self._beginning(rows).states
+            for row in rows:
+                found |= _by_sample(row, samples, self._logprobs(row, samples, known, measure))
         return [found[member] for member in range(len(samples))]
 
     def _collect_gradients(self) -> None:
@@ -334,8 +349,26 @@ class LocalRuntime(PolicyRuntime):
                 weight.grad = None
 
     def _rows(self, samples: list[Sample]) -> list[Row]:
+        """Cut a batch into rows; where all begin alike, and long enough, that is known to each."""
         limit = self.optim.tokens_per_micro_batch or self._fitting
-        return pack(samples, limit=limit, branching=self._branching)
+        rows = pack(samples, limit=limit, branching=self._branching)
+        if len(rows) == 1 or not self._branching:
+            return rows
+        known = common_beginning(samples)
+        if known * (len(rows) - 1) < _SHARING:
+            return rows
+        return pack(samples, limit=max(limit - known, min(limit, MICRO_BATCH[0])), known=known)
+
+    def _beginning(self, rows: list[Row]) -> attention.Beginning:
+        """Forward the tokens that all rows know."""
+        made, count = attention.States(), rows[0].known
+        if count:
+            row = Row(rows[0].tokens[:count], (), (tuple(range(count)),))
+            inputs = self._inputs(row, branching=True)
+            inputs["layout"] = replace(inputs["layout"], made=made)
+            with self._attention(branching=True):
+                self._base.base_model(**inputs)
+        return attention.Beginning(made)
 
     @cached_property
     def _fitting(self) -> int:
@@ -381,11 +414,19 @@ class LocalRuntime(PolicyRuntime):
                 both = self._inputs(Row(tokens, (0, 1), paths), branching=True)
                 with self._attention(branching=True):
                     branched = base.base_model(**both).last_hidden_state[0].float()
+                    # the same again, after a beginning that is known
+                    row = Row(tokens, (0, 1), paths, known=2)
+                    rest = self._inputs(row, branching=True, known=self._beginning([row]).states)
+                    later = base.base_model(**rest).last_hidden_state[0].float()
                 for path in paths:
                     row = Row(tuple(tokens[i] for i in path), (0,), (tuple(range(5)),))
                     alone = self._inputs(row, branching=False)
                     plain = base.base_model(**alone).last_hidden_state[0].float()
-                    gap = (branched[list(path)] - plain).abs().max()
+                    gaps = (
+                        branched[list(path)] - plain,
+                        later[[i - 2 for i in path[2:]]] - plain[2:],
+                    )
+                    gap = torch.cat(gaps).abs().max()
                     if not gap <= 10 * torch.finfo(base.dtype).eps ** 0.75 * plain.abs().max():
                         return False
         except (RuntimeError, ValueError, TypeError, IndexError):
@@ -407,35 +448,55 @@ class LocalRuntime(PolicyRuntime):
         finally:
             self._base.set_attn_implementation(usual)
 
-    def _inputs(self, row: Row, *, branching: bool) -> dict[str, Any]:
+    def _inputs(
+        self, row: Row, *, branching: bool, known: attention.States | None = None
+    ) -> dict[str, Any]:
         device = next(self._base.parameters()).device
-        inputs = {"input_ids": torch.tensor([row.tokens], device=device), "use_cache": False}
+        tokens = torch.tensor([row.tokens[row.known :]], device=device)
+        inputs = {"input_ids": tokens, "use_cache": False}
         if branching:
             cut = attention.layout(row, device, self._base.dtype)
+            if row.known:
+                cut = replace(cut, known=known)
             inputs |= {"position_ids": cut.positions, "layout": cut}
         return inputs
 
+    def _referred(self, rows: list[Row], samples: list[Sample]) -> list[torch.Tensor]:
+        """Measure the trained tokens of each row under the reference of the KL penalty."""
+
+        def measured() -> list[torch.Tensor]:
+            known = self._beginning(rows).states
+            return [self._logprobs(row, samples, known) for row in rows]
+
+        with torch.no_grad():
+            if self.llm.adapter is not None:
+                with self._model.disable_adapter():
+                    return measured()
+            if self._reference is None:
+                raise ConfigError(
+                    "Expected LocalRuntime(reference=True) when the KL weight is positive, got"
+                    " reference=False"
+                )
+            current = [p.detach().clone() for p in self._parameters]
+            _copy(self._reference, self._parameters)
+            try:
+                return measured()
+            finally:
+                _copy(current, self._parameters)
+
     def _loss(
-        self, row: Row, samples: list[Sample], loss: LossSettings, total: int, *, first: bool
+        self,
+        row: Row,
+        samples: list[Sample],
+        loss: LossSettings,
+        total: int,
+        reference: torch.Tensor | None,
+        known: attention.States,
+        *,
+        first: bool,
     ) -> tuple[torch.Tensor, Sums]:
-        reference = None
-        if loss.kl > 0:  # before the loss: a kept reference is swapped in and out in place
-            with torch.no_grad():
-                if self.llm.adapter is not None:
-                    with self._model.disable_adapter():
-                        reference = self._logprobs(row, samples)
-                elif self._reference is not None:
-                    current = [p.detach().clone() for p in self._parameters]
-                    _copy(self._reference, self._parameters)
-                    reference = self._logprobs(row, samples)
-                    _copy(current, self._parameters)
-                else:
-                    raise ConfigError(
-                        "Expected LocalRuntime(reference=True) when the KL weight is positive, got"
-                        " reference=False"
-                    )
         members = [samples[i] for i in row.samples]
-        states, head = self._states(row, samples)
+        states, head = self._states(row, samples, known)
         logp = self._measured(states, head, members, token_logprobs)
         divergence = self._divergence(states, head, members)
         mismatch = Sums()
@@ -459,9 +520,11 @@ class LocalRuntime(PolicyRuntime):
         training = self._base.training
         self._model.eval()
         with torch.no_grad():
-            for row in self._rows(taught):
+            rows = self._rows(taught)
+            known = self._beginning(rows).states
+            for row in rows:
                 lengths = [len(taught[i].positions) for i in row.samples]
-                parts = torch.split(self._states(row, taught)[0], lengths)
+                parts = torch.split(self._states(row, taught, known)[0], lengths)
                 found |= dict(zip(row.samples, parts, strict=True))
         self._model.train(training)
         own = torch.tensor(
@@ -477,21 +540,27 @@ class LocalRuntime(PolicyRuntime):
         )
 
     def _logprobs(
-        self, row: Row, samples: list[Sample], measure: Measure = token_logprobs
+        self,
+        row: Row,
+        samples: list[Sample],
+        known: attention.States,
+        measure: Measure = token_logprobs,
     ) -> torch.Tensor:
         """Measure every trained token of the row's samples in their order, shape (n,)."""
-        states, head = self._states(row, samples)
+        states, head = self._states(row, samples, known)
         return self._measured(states, head, [samples[m] for m in row.samples], measure)
 
-    def _states(self, row: Row, samples: list[Sample]) -> tuple[torch.Tensor, Any]:
+    def _states(
+        self, row: Row, samples: list[Sample], known: attention.States
+    ) -> tuple[torch.Tensor, Any]:
         """Return what the row's trained tokens are drawn from, shape (n, width), and the head."""
         base, device = self._base, next(self._model.parameters()).device
         places = [
-            path[p - 1]
+            path[p - 1] - row.known
             for m, path in zip(row.samples, row.paths, strict=True)
             for p in samples[m].positions
         ]
-        inputs = self._inputs(row, branching=self._branching)
+        inputs = self._inputs(row, branching=self._branching, known=known)
         with self._attention():
             if any(getattr(base.config, name, None) not in (None, 1, 1.0) for name in AFTER_HEAD):
                 states, head = self._model(**inputs).logits[0], torch.nn.Identity()

@@ -168,20 +168,36 @@ def trajectory_samples(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Describe one forward pass: token ids, its samples' indices, and the place of each input."""
+    """Describe one forward pass: token ids, its samples' indices, and the place of each input.
+
+    The first ``known`` tokens, which all paths begin with, are not forwarded: their keys and values
+    are at hand.
+    """
 
     tokens: tuple[int, ...]
     samples: tuple[int, ...]
     paths: tuple[tuple[int, ...], ...]
+    known: int = 0
 
 
-def pack(samples: Sequence[Sample], *, limit: int, branching: bool = True) -> list[Row]:
+def common_beginning(samples: Sequence[Sample]) -> int:
+    """Return how many tokens all samples share, short of what a trained token is drawn from."""
+    first, last = min(s.tokens for s in samples), max(s.tokens for s in samples)
+    most = min(min(s.positions) for s in samples) - 1
+    pairs = enumerate(zip(first[:most], last, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), most)
+
+
+def pack(
+    samples: Sequence[Sample], *, limit: int, branching: bool = True, known: int = 0
+) -> list[Row]:
     """Pack every sample's inputs ``tokens[:last position]`` into rows, longest row first.
 
     Sorted lexicographically, a sequence stands right before its extensions and beside those it
     shares most with, so what two of a row share is computed once. A row has at most ``limit``
-    tokens, or a single sequence and what begins it. Without ``branching`` every row is that, and
-    plain causal attention is right for it.
+    tokens, or a single sequence and what begins it, without the first ``known`` ones, which all
+    samples share. Without ``branching`` every row is that, and plain causal attention is right for
+    it.
     """
     members: dict[tuple[int, ...], list[int]] = {}
     for index, sample in enumerate(samples):
@@ -192,7 +208,7 @@ def pack(samples: Sequence[Sample], *, limit: int, branching: bool = True) -> li
         pairs = enumerate(zip(last, tokens, strict=False))
         shared = next((i for i, (a, b) in pairs if a != b), min(len(last), len(tokens)))
         new = len(tokens) - shared
-        if not rows or new and (not branching or len(rows[-1][0]) + new > limit):
+        if not rows or new and (not branching or len(rows[-1][0]) + new > known + limit):
             rows.append(([], [], []))
             shared = 0
         laid, owners, paths = rows[-1]
@@ -202,5 +218,5 @@ def pack(samples: Sequence[Sample], *, limit: int, branching: bool = True) -> li
         owners += members[tokens]
         paths += [path] * len(members[tokens])
         last = tokens
-    made = (Row(tuple(laid), tuple(owners), tuple(paths)) for laid, owners, paths in rows)
+    made = (Row(tuple(laid), tuple(owners), tuple(paths), known) for laid, owners, paths in rows)
     return sorted(made, key=lambda row: -len(row.tokens))
