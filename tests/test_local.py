@@ -374,6 +374,18 @@ async def test_states_of_old_weights_are_gone_when_an_update_begins(
     assert held == [0]
 
 
+@pytest.mark.parametrize(("limit", "times"), [(16384, 0), (60, 1)])
+async def test_an_update_for_which_memory_is_short_gives_memory_back_at_its_end(
+    limit: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+    policy = runtime()
+    policy.optim = OptimSettings(tokens_per_micro_batch=limit)
+    monkeypatch.setattr(local, "give_back", lambda: given.append(policy.version))
+    await policy.train(await group(policy), LossSettings())
+    assert given == [1] * times
+
+
 @pytest.mark.slow
 async def test_packed_rows_of_a_model_with_shared_keys_have_the_gradients_of_plain_rows() -> None:
     """SmolLM2: nine heads of queries over three of keys, prompts and responses beyond a block."""

@@ -38,7 +38,7 @@ from experiential.training.losses import (
     token_entropies,
     token_logprobs,
 )
-from experiential.training.memory import saved_bytes
+from experiential.training.memory import give_back, saved_bytes
 from experiential.training.runtime import (
     LossSettings,
     Policies,
@@ -260,6 +260,7 @@ class LocalRuntime(PolicyRuntime):
             sequence_tokens=sum(len(s.tokens) for s in samples),
         )
         generator, sums = torch.Generator().manual_seed(loss.seed), Sums()
+        cut = False  # into micro-batches, because memory is short
         parts = min(loss.mini_batches, len(samples))
         edges = [round(i * len(samples) / parts) for i in range(parts + 1)]
         for epoch in range(loss.epochs):
@@ -278,6 +279,7 @@ class LocalRuntime(PolicyRuntime):
                 for weight in self._parameters:  # a backward pass that failed leaves gradients
                     weight.grad = None
                 rows = self._rows(part)
+                cut = cut or len(rows) > 1
                 references = self._referred(rows, part) if loss.kl > 0 else [None] * len(rows)
                 beginning = self._beginning(rows)  # goes forward and backward once
                 for row, reference in zip(rows, references, strict=True):
@@ -305,6 +307,8 @@ class LocalRuntime(PolicyRuntime):
                 stats.updates += 1
                 self.llm.weights_changed(self.version + 1)
         self._activate(training=False)
+        if cut:
+            give_back()  # to the states of the other policy, for one
         stats.loss /= max(1, stats.updates)
         stats.grad_norm /= max(1, stats.updates)
         stats.metrics |= means(sums)
