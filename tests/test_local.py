@@ -311,7 +311,7 @@ async def test_branched_rows_give_the_gradients_of_plain_rows_at_less_cost(
         policy.optim = OptimSettings(lr=0.1, max_grad_norm=1e9)
         policy.llm.model.set_attn_implementation(attention)
         if not branching:
-            policy._branching = False
+            policy._packed.branching = False
         samples = samples or await group(policy)
         stats = await policy.train(samples, LossSettings(kind=kind))
         found.append(gradients(policy))
@@ -404,7 +404,7 @@ async def test_packed_rows_of_a_model_with_shared_keys_have_the_gradients_of_pla
     ]
     found, forwarded = [], []
     for branching in (True, False):
-        policy._branching = branching
+        policy._packed.branching = branching
         stats = await policy.train(samples, LossSettings(kind="sft"))
         found.append(gradients(policy))
         forwarded.append(stats.forwarded_tokens)

@@ -172,7 +172,7 @@ def rounded_step(samples: Sequence[Sample], loss: LossSettings) -> tuple[float, 
     """Loss and gradient norm of the local runtime, rounded about as on a rank: in bfloat16, one
     sample a row. Kernels round by shape and CPU.
     """
-    from experiential.training.samples import Row
+    from experiential.training.packing import Row
 
     local, value, ends = local_actor("bfloat16"), 0.0, [max(s.positions) for s in samples]
     rows = [
