@@ -52,7 +52,7 @@ BonusKind = Literal["relative", "tanh", "sigmoid", "asymmetric", "log"]
 
 
 _EVIDENCE = "evidence decides what is shown, with nothing to set; leave it out (docs/bank.md)"
-_STATES = "prefix_cache_gb says how much memory, by default a fifth of what is free; leave it out"
+_STATES = "prefix_cache_gb says how much memory, by default a tenth of what is free; leave it out"
 REMOVED = {
     "bank.trust_after": _EVIDENCE,
     "bank.provisional_share": _EVIDENCE,
@@ -192,7 +192,7 @@ class ModelSettings(Settings):
     """template set: full, brief, short (brief with answers under a schema), or auto (of a model in
     the folder of the run that trained it that run's, brief for the tiny model, else full)"""
     prefix_cache_gb: float | None = Field(default=None, ge=0)
-    """memory for key-value states kept for reuse; None takes a fifth of the free memory"""
+    """memory for key-value states kept for reuse; None takes a tenth of the free memory"""
     threads: NonNegativeInt = 0
     """torch threads; 0 leaves torch's own choice"""
     gradient_checkpointing: bool = False

@@ -72,7 +72,22 @@ def test_auto_is_bfloat16_where_processor_and_width_make_it_pay(
     monkeypatch.setattr(
         torch.cpu, "get_capabilities", lambda: {"avx512_bf16": capable}, raising=False
     )
+    monkeypatch.setattr(models, "_speed", {"float32": 1.0, "bfloat16": 2.0}.get)
     assert resolve_dtype(ModelSettings(name=name, dtype=asked, device="cpu")) == chosen
+
+
+def test_auto_is_float32_where_instructions_for_bfloat16_are_the_slower_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
+    monkeypatch.setattr(models, "_speed", {"float32": 2.0, "bfloat16": 1.0}.get)
+    assert resolve_dtype(ModelSettings(name="smollm2", device="cpu")) == "float32"
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)
+    assert resolve_dtype(ModelSettings(name="smollm2", device="cpu")) == "bfloat16"
+
+
+def test_the_speed_of_products_is_measured() -> None:
+    assert 1 < models._speed("float32") < 1e6
 
 
 @pytest.mark.parametrize(("capability", "pays"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])

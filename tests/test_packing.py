@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.rank_balance import batch, compare
 from experiential.training import attention
-from experiential.training.packing import Row, deal, pack
+from experiential.training.packing import Row, common_beginning, deal, pack
 from experiential.training.runtime import Sample
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=9), min_size=1, max_size=25)
@@ -141,3 +141,10 @@ def test_masks_grow_with_the_group_and_not_with_its_square() -> None:
         return sum({id(m): m.numel() for m in masks if m is not None}.values())
 
     assert elements(16) == elements(4) < 10**6
+
+
+def test_the_common_beginning_ends_before_what_a_trained_token_is_drawn_from() -> None:
+    first, second = _sample([1, 2, 3, 4, 5, 9]), _sample([1, 2, 3, 6, 6, 7, 8])
+    assert common_beginning([first, second]) == 3
+    assert common_beginning([first, first]) == 4  # token 5 alone predicts the last
+    assert common_beginning([first, second, _sample([7, 2, 3, 4])]) == 0

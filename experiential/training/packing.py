@@ -28,11 +28,16 @@ _WORK = 500_000
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Describe one forward pass: token ids, its samples' indices, and the place of each input."""
+    """Describe one forward pass: token ids, its samples' indices, and the place of each input.
+
+    The first ``known`` tokens, which all paths begin with, are not forwarded: their keys and values
+    are at hand.
+    """
 
     tokens: tuple[int, ...]
     samples: tuple[int, ...]
     paths: tuple[tuple[int, ...], ...]
+    known: int = 0
 
 
 def pack(samples: Sequence[Sample], chosen: Sequence[int] | None = None) -> Row:
@@ -58,6 +63,13 @@ def pack(samples: Sequence[Sample], chosen: Sequence[int] | None = None) -> Row:
         paths += [path] * len(members[tokens])
         last = tokens
     return Row(tuple(laid), tuple(owners), tuple(paths))
+
+
+def common_beginning(samples: Sequence[Sample]) -> int:
+    """Return how many tokens all samples share, short of what a trained token is drawn from."""
+    first, last = min(s.tokens for s in samples), max(s.tokens for s in samples)
+    most = min(min(s.positions) for s in samples) - 1
+    return _count_equal(first[:most], last)
 
 
 def by_sample(
