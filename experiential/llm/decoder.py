@@ -37,7 +37,7 @@ class Decoder:
     @staticmethod
     def fits(base: Any) -> bool:
         """Return whether a model has the parts that are known here, as transformers made them."""
-        kind = type(base)
+        kind: Any = type(base)
         known = kind.__module__.startswith("transformers.models.") and kind.__name__ in _FAMILIES
         if not known or base.device.type != "cpu":
             return False
@@ -91,7 +91,7 @@ class Decoder:
                 if (scale := getattr(attention, name, None)) is not None:
                     _normalise(scale, heads, heads)
                 _rotate(heads, cos, sin, out)
-            attend(index, *turned, value, seen.view(count, -1, dim))
+            attend(index, turned[0], turned[1], value, seen.view(count, -1, dim))
             if index == len(model.layers) - 1:  # of the other tokens no more is needed
                 hidden, seen = hidden[last], seen[last]
                 norm, gate, up = (one[: len(last)] for one in (norm, gate, up))
@@ -154,8 +154,8 @@ def _plain_adapter(module: Any) -> tuple[Tensor, Tensor, float] | None:
 
 def _normalise(module: Any, inputs: Tensor, out: Tensor) -> None:
     """Write the root mean square norm of the last dimension, rounded as in transformers."""
-    length: Any = torch.linalg.vector_norm
-    scale: Tensor = length(inputs, dim=-1, keepdim=True, dtype=torch.float32)
+    linalg: Any = torch.linalg
+    scale: Tensor = linalg.vector_norm(inputs, dim=-1, keepdim=True, dtype=torch.float32)
     scale.square_().div_(inputs.shape[-1]).add_(module.variance_epsilon).rsqrt_()
     if out.dtype == torch.float32:
         torch.mul(inputs, scale, out=out)

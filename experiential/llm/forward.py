@@ -68,7 +68,7 @@ class ForwardPass:
         self._base: Any = base
         self._config: Any = config
         self._adapter = adapter
-        self._device: torch.device = base.device
+        self.device: torch.device = base.device
         self._no_mask = torch.zeros((1, 1, 1, 1), device=base.device)  # else one is computed
         accepted = inspect.signature(base.forward).parameters
         self._short = "logits_to_keep" in accepted
@@ -98,7 +98,7 @@ class ForwardPass:
                 for width in np.unique(widths)
             ]
             order = np.argsort(widths, kind="stable").argsort()
-            logits = torch.cat(parts)[torch.as_tensor(order, device=self._device)]
+            logits = torch.cat(parts)[torch.as_tensor(order, device=self.device)]
         for row, width in zip(rows, widths, strict=True):
             row.length += int(width)
         self.stats.forwarded_rows += len(rows)
@@ -112,8 +112,8 @@ class ForwardPass:
         ends = np.cumsum(widths)
         starts = np.array([row.length for row in rows]) - (ends - widths)
         positions = np.arange(int(ends[-1])) + np.repeat(starts, widths)
-        to = partial(torch.as_tensor, device=self._device)
-        runs = _find_runs(rows, widths.tolist(), self._base.dtype, self._device)
+        to = partial(torch.as_tensor, device=self.device)
+        runs = _find_runs(rows, widths.tolist(), self._base.dtype, self.device)
         packed = _Packed(to(np.concatenate(tokens)), to(positions), to(ends - 1), runs)
         if self._decoder is None:
             logits = self._forward_model(packed)
@@ -163,7 +163,7 @@ class ForwardPass:
             states = torch.zeros(shape, dtype=self._base.dtype)
             row = Row(Slab(0, 1, _PROBE, self.layers, states), 0)
             places = torch.arange(_PROBE)
-            runs = _find_runs([row], [_PROBE], self._base.dtype, self._device)
+            runs = _find_runs([row], [_PROBE], self._base.dtype, self.device)
             ids = 7919 * (places + 1) % self.vocabulary
             packed = _Packed(ids, places, places, runs)
             expected = self._forward_model(packed)
@@ -203,9 +203,9 @@ class ForwardPass:
         mask = places >= held - starts
         positions = starts + places[: ids.shape[1]]
         output = self._base(
-            input_ids=torch.as_tensor(ids, device=self._device),
-            attention_mask=torch.as_tensor(mask, device=self._device),
-            position_ids=torch.as_tensor(positions, device=self._device),
+            input_ids=torch.as_tensor(ids, device=self.device),
+            attention_mask=torch.as_tensor(mask, device=self.device),
+            position_ids=torch.as_tensor(positions, device=self.device),
             past_key_values=cache,
             use_cache=True,
             **({"logits_to_keep": 1} if self._short else {}),
