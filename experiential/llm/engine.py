@@ -33,6 +33,8 @@ _LONGEST_WAIT = 10
 """Requests wait for others at most this many times ``batch_wait``."""
 _PREFILL_TOKENS = 16384
 """Tokens of one prefill forward, a little more if its last prompt does; more are split."""
+_CPU_PREFILL_TOKENS = 1024
+"""The same on a CPU, where the values between two layers shall stay in its cache."""
 _ROOM = 128
 """Tokens of a response, at most, that a row has room for from the beginning."""
 _NUCLEUS = 1024
@@ -218,10 +220,12 @@ class Engine:
                 for row, ids in beginnings:
                     self.cache.release(row, ids)
             opened.sort(key=lambda one: one.row.place, reverse=True)
+            cpu = self.forward.device.type == "cpu"
+            most = _CPU_PREFILL_TOKENS if cpu else _PREFILL_TOKENS
             while opened:
                 chunk = [opened.pop()]
                 new = len(chunk[0].ids) - chunk[0].row.length
-                while opened and new <= _PREFILL_TOKENS:
+                while opened and new <= most:
                     new += len(opened[-1].ids) - opened[-1].row.length
                     chunk.append(opened.pop())
                 try:

@@ -13,10 +13,8 @@ import os
 import re
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -320,23 +318,11 @@ def computes_bfloat16(device: str) -> bool:
         return torch.cuda.get_device_capability(device)[0] >= 8
     tell: Any = getattr(torch.cpu, "get_capabilities", None)  # an old torch cannot tell
     found: dict[str, bool] = tell() if tell is not None else {}
-    if found.get("amx_bf16"):
-        return True
-    return bool(found.get("avx512_bf16")) and _speed("bfloat16") > _speed("float32")
+    if not (found.get("avx512_bf16") or found.get("amx_bf16")):
+        return False
+    from experiential.llm.decoder import multiplies_bfloat16
 
-
-@cache
-def _speed(dtype: str) -> float:
-    """Measure products per second of this thread's CPU time, of matrices as in a small model."""
-    import torch
-
-    a, b = (torch.ones(shape, dtype=getattr(torch, dtype)) for shape in ((256, 576), (576, 1536)))
-    spent: list[float] = []
-    for _ in range(5):
-        begin = time.thread_time()
-        torch.mm(a, b)
-        spent.append(time.thread_time() - begin)
-    return 1 / max(min(spent), 1e-9)
+    return multiplies_bfloat16()
 
 
 def _weights(name: str, dtype: Any, merge: bool) -> Any:
