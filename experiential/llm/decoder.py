@@ -37,17 +37,17 @@ class Decoder:
     @staticmethod
     def fits(base: Any) -> bool:
         """Return whether a model has the parts that are known here, as transformers made them."""
-        kind: Any = type(base)
-        known = kind.__module__.startswith("transformers.models.") and kind.__name__ in _FAMILIES
+        home, name = type(base).__module__, type(base).__name__
+        known = home.startswith("transformers.models.") and name in _FAMILIES
         if not known or base.device.type != "cpu":
             return False
         parts = [base.model, base.model.norm]
         for layer in base.model.layers:
             attention, norms = layer.self_attn, [layer.input_layernorm]
-            norms += [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+            norms += [getattr(attention, one, None) for one in ("q_norm", "k_norm")]
             parts += [layer, attention, layer.mlp, layer.post_attention_layernorm, *norms]
         return (
-            all(type(one).__module__ == kind.__module__ for one in parts if one is not None)
+            all(type(one).__module__ == home for one in parts if one is not None)
             and not any(one._forward_hooks or one._forward_pre_hooks for one in base.modules())
             and not any("forward" in vars(one) for one in base.modules())
             and base.config.hidden_act == "silu"
