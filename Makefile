@@ -31,7 +31,7 @@ CLUSTER_SMOLLM2 := $(CLUSTER_VENV)/.smollm2
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install alfworld quickstart test test-slow cluster test-cluster test-bare test-examples test-elsewhere crash lint shape docs bench tiny-models clean
+.PHONY: help install alfworld quickstart test test-slow cluster test-cluster test-bare test-examples test-elsewhere crash lint shape docs bench tiny-models earned-model clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -124,6 +124,9 @@ bench: install  ## run the benchmarks (hours); results go to benchmarks/results/
 tiny-models: install  ## make the bundled tiny model again from its seed (about 20 minutes)
 	@$(BIN)/python -m tools.make_tiny corpus build/tiny-corpus.npz
 	@$(BIN)/python -m tools.make_tiny train build/tiny-corpus.npz experiential/llm/tiny $(ARGS)
+
+earned-model: install  ## make the model of the study of earned memory again, from the tiny one (about an hour of one core)
+	@$(BIN)/python -m tools.make_earned build/earned benchmarks/models/earned
 
 clean:  ## remove what make made, the environment excepted
 	rm -rf build dist site .pytest_cache .ruff_cache .hypothesis $(STAMP)

@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +84,24 @@ def encode(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[list[int], l
     return ids, said
 
 
-def make_corpus(path: Path, conversations: int, seed: int, tokenizer_folder: Path | None) -> None:
+def source(kind: str, seed: int) -> Callable[[], Any]:
+    """Return a seeded source of conversations of a corpus."""
+    from tools import earned_corpus, tiny_corpus
+
+    if kind == "tiny":
+        return tiny_corpus.sampler(seed)
+    taught = kind == "earned-taught"
+    return earned_corpus.sampler(seed, earned_corpus.TAUGHT if taught else earned_corpus.HALF)
+
+
+def make_corpus(
+    path: Path, conversations: int, seed: int, tokenizer_folder: Path | None, kind: str = "tiny"
+) -> None:
     """Generate conversations and store them as token ids.
 
     The tokenizer is trained on the first of them unless one is given.
     """
-    from tools.tiny_corpus import sampler
-
-    sample = sampler(seed)
+    sample = source(kind, seed)
     texts = [sample() for _ in range(conversations)]
     if tokenizer_folder is None:
         tokenizer = build_tokenizer(
@@ -123,6 +133,8 @@ def train(
     device: str,
     epochs: float,
     start: Path | None,
+    dtype: str = "bfloat16",
+    prompt_weight: float = PROMPT_WEIGHT,
 ) -> None:
     """Train the model on the corpus and save it with its tokenizer.
 
@@ -165,11 +177,16 @@ def train(
         _update(model, optimizer, loss, lr * min(1.0, (step + 1) / 100))
         _report("copy", step, COPY_STEPS, loss, begin)
     for step, chosen in zip(range(steps), batches(spans, batch, seed), strict=False):
-        loss = _loss(model, ids, said, chosen, device)
+        loss = _loss(model, ids, said, chosen, device, dtype, prompt_weight)
         _update(
-            model, optimizer, loss, lr * (0.05 + 0.95 * 0.5 * (1 + np.cos(np.pi * step / steps)))
+            model,
+            optimizer,
+            loss,
+            lr
+            * (0.05 + 0.95 * 0.5 * (1 + np.cos(np.pi * step / steps)))
+            * (1.0 if start is None else min(1.0, (step + 1) / 50)),
         )
-        if step and step % 500 == 0:
+        if step and step % (500 if start is None else 100) == 0:
             _save(model, tokenizer, folder)
         _report("corpus", step, steps, loss, begin)
     _save(model, tokenizer, folder)
@@ -179,6 +196,8 @@ def train(
         "batch": batch,
         "lr": lr,
         "device": device,
+        "dtype": dtype,
+        "prompt_weight": prompt_weight,
         "seconds": round(time.time() - begin),
         "torch": torch.__version__,
     }
@@ -248,7 +267,15 @@ def batches(spans: np.ndarray, size: int, seed: int) -> Iterator[np.ndarray]:
                 yield spans[parts[index]]
 
 
-def _loss(model: Any, ids: np.ndarray, said: np.ndarray, chosen: np.ndarray, device: str) -> Any:
+def _loss(
+    model: Any,
+    ids: np.ndarray,
+    said: np.ndarray,
+    chosen: np.ndarray,
+    device: str,
+    dtype: str,
+    prompt_weight: float,
+) -> Any:
     import torch
 
     width = int((chosen[:, 1] - chosen[:, 0]).max())
@@ -256,9 +283,10 @@ def _loss(model: Any, ids: np.ndarray, said: np.ndarray, chosen: np.ndarray, dev
     weights = np.zeros((len(chosen), width), dtype=np.float32)
     for row, (a, b) in enumerate(chosen):
         tokens[row, : b - a] = ids[a:b]
-        weights[row, : b - a] = np.where(said[a:b] > 0, 1.0, PROMPT_WEIGHT)
+        weights[row, : b - a] = np.where(said[a:b] > 0, 1.0, prompt_weight)
     inputs, scale = torch.from_numpy(tokens).to(device), torch.from_numpy(weights).to(device)[:, 1:]
-    with torch.autocast(device.split(":")[0], dtype=torch.bfloat16):
+    low = dtype == "bfloat16"
+    with torch.autocast(device.split(":")[0], dtype=torch.bfloat16, enabled=low):
         logits = model(input_ids=inputs).logits[:, :-1]
     losses = torch.nn.functional.cross_entropy(
         logits.float().flatten(0, 1), inputs[:, 1:].flatten(), reduction="none"
@@ -275,6 +303,7 @@ def main() -> None:
     corpus.add_argument("--conversations", type=int, default=120_000)
     corpus.add_argument("--seed", type=int, default=0)
     corpus.add_argument("--tokenizer", type=Path, help="folder of a tokenizer to use as it is")
+    corpus.add_argument("--kind", default="tiny", choices=("tiny", "earned-taught", "earned-half"))
     fit = commands.add_parser("train")
     fit.add_argument("path", type=Path)
     fit.add_argument("folder", type=Path)
@@ -286,9 +315,15 @@ def main() -> None:
     fit.add_argument(
         "--start", type=Path, help="continue from this model instead of random weights"
     )
+    fit.add_argument(
+        "--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the products"
+    )
+    fit.add_argument("--prompt-weight", type=float, default=PROMPT_WEIGHT)
     options = parser.parse_args()
     if options.command == "corpus":
-        make_corpus(options.path, options.conversations, options.seed, options.tokenizer)
+        make_corpus(
+            options.path, options.conversations, options.seed, options.tokenizer, options.kind
+        )
     else:
         train(
             options.path,
@@ -299,6 +334,8 @@ def main() -> None:
             device=options.device,
             epochs=options.epochs,
             start=options.start,
+            dtype=options.dtype,
+            prompt_weight=options.prompt_weight,
         )
 
 
