@@ -1,7 +1,7 @@
 """Try the environments where memory must be earned on the split dev, one seed at a time.
 
     python -m benchmarks.earned play vault-blind complementary [--steps 24] [--seed 0]
-        [--name NAME] [--arms off on] [SETTING ...]
+        [--name NAME] [--arms off on] [--worlds 40] [--set SETTING ...]
     python -m benchmarks.earned table
 
 `play` trains with the settings that `benchmarks.study` has for the environment, evaluates on worlds
@@ -29,9 +29,10 @@ from experiential.evaluation.visits import later
 RESULTS = Path("benchmarks/results/earned_pilots.json")
 RUNS = Path("runs/earned")
 DEV = {
-    "vault-blind": ("env.eval={split: dev, worlds: 40}", "eval.worlds=40", "eval.visits=6"),
-    "lake-words": ("env.eval={split: dev, dialects: 40}", "eval.worlds=40", "eval.visits=4"),
+    "vault-blind": ("env.eval={{split: dev, worlds: {0}}}", "eval.worlds={0}", "eval.visits=6"),
+    "lake-words": ("env.eval={{split: dev, dialects: {0}}}", "eval.worlds={0}", "eval.visits=4"),
 }
+"""Settings of the evaluation; the slot is how many worlds."""
 IDEAL = {"vault-blind": [2 * visit / 14 for visit in range(1, 7)]}
 """Success by visit of an agent that never tries a lever twice and pulls the one it found."""
 
@@ -40,7 +41,8 @@ def settings(environment: str, steps: int, seed: int, more: Sequence[str]) -> li
     """Return the settings of a pilot's training."""
     return [
         *ALL, f"seed={seed}", *ENVIRONMENTS[environment].training, f"run.steps={steps}",
-        "eval.before=false", "eval.after=false", "eval.every=0", DEV[environment][0], *more,
+        "eval.before=false", "eval.after=false", "eval.every=0",
+        DEV[environment][0].format(40), *more,
     ]  # fmt: skip
 
 
@@ -52,16 +54,17 @@ def pilot(
     arms: Sequence[Any],
     name: str,
     more: Sequence[str],
+    worlds: int = 40,
 ) -> dict[str, Any]:
     """Train and evaluate; return the row."""
     overrides = settings(environment, steps, seed, more)
     folder = RUNS / f"{environment}-{name}-{steps}-{seed}"
     begin = time.process_time()
-    evaluation = (*DEV[environment], f"eval.arms=[{', '.join(arms)}]")
-    outcomes = play(recipe, arms, folder, overrides, evaluation)
+    evaluation = [one.format(worlds) for one in DEV[environment]]
+    outcomes = play(recipe, arms, folder, overrides, [*evaluation, *more])
     return {
         "environment": environment, "name": name, "recipe": recipe, "steps": steps, "seed": seed,
-        "settings": list(more), "cpu_s": round(time.process_time() - begin),
+        "settings": list(more), "worlds": worlds, "cpu_s": round(time.process_time() - begin),
         "arms": {arm: ["".join(map(str, world)) for world in table]
                  for arm, table in outcomes.items()},
     }  # fmt: skip
@@ -114,18 +117,19 @@ def main() -> None:
     tried = commands.add_parser("play", help="train and evaluate one configuration")
     tried.add_argument("environment", choices=DEV)
     tried.add_argument("recipe")
-    tried.add_argument("more", nargs="*", metavar="SETTING")
+    tried.add_argument("--set", dest="more", nargs="*", metavar="SETTING", default=[])
     tried.add_argument("--steps", type=int, default=24)
     tried.add_argument("--seed", type=int, default=0)
     tried.add_argument("--name", help="of the row; else the recipe's")
+    tried.add_argument("--worlds", type=int, default=40)
     tried.add_argument("--arms", nargs="+", default=["off", "on"])
-    options = parser.parse_intermixed_args()
+    options = parser.parse_args()
     if options.command == "table":
         print(markdown(rows()))
         return
     row = pilot(
         options.environment, options.recipe, options.steps, options.seed, options.arms,
-        options.name or options.recipe, options.more,
+        options.name or options.recipe, options.more, options.worlds,
     )  # fmt: skip
     RESULTS.write_text(json.dumps([*rows(), row], indent=1) + "\n", encoding="utf-8")
     print(markdown([row]))

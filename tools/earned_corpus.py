@@ -20,7 +20,7 @@ from experiential.agents.prompts import experience_block, prompt_set
 from experiential.envs.dialect import DIRECTIONS
 from experiential.envs.frozen_lake import FrozenLakeEnv
 from experiential.envs.names import NamedSplit
-from experiential.envs.vault import VaultEnv
+from experiential.envs.vault import LEVERS, VaultEnv
 from experiential.types import Experience, Message, Trajectory, Turn
 from tools.tiny_corpus import BRIEF, GENERIC, ReadingTasks, Sample, VaultTasks, _answer, _say
 
@@ -63,25 +63,31 @@ class BlindVaultTasks:
         self, rng: random.Random, skill: Mapping[str, float], split: NamedSplit = "corpus"
     ) -> None:
         self.rng, self.skill = rng, skill
-        self.env = VaultEnv(split, worlds=200 if split == "corpus" else 100, note=False)
+        worlds = 200 if split == "corpus" else 100
+        self.env = VaultEnv(split, worlds, note=False)
+        self.longer = VaultEnv(split, worlds, note=False, tries=6)
 
-    def _reset(self) -> tuple[str, str, list[str], str]:
+    def _reset(self, env: VaultEnv | None = None) -> tuple[str, str, list[str], str]:
         """Begin an episode; return the observation, the world, its levers and the live one."""
-        world = self.rng.choice(self.env.worlds)
-        observation, info = self.env.reset(
+        env, world = env or self.env, self.rng.choice(self.env.worlds)
+        observation, info = env.reset(
             seed=self.rng.randrange(2**31), options={"world": world, "era": self.rng.randrange(50)}
         )
         shown = [action[5:] for action in info["admissible"]]
-        return observation, self.env.names[world], shown, self.env.oracle_action()[5:]
+        return observation, env.names[world], shown, env.oracle_action()[5:]
 
     def act(self) -> Sample:
-        """Pull two levers, with a list of those ruled out, a lever named, or neither."""
+        """Pull levers, with a list of those ruled out, a lever named, or neither.
+
+        Half of the vaults allow six tries, for each pull teaches.
+        """
         rng = self.rng
-        observation, world, shown, right = self._reset()
+        env = self.longer if rng.random() < 0.5 else self.env
+        observation, world, shown, right = self._reset(env)
         dead = [lever for lever in rng.sample(shown, len(shown)) if lever != right]
         kind, notes, target, out = rng.random(), list[str](), None, set[str]()
         if kind < 0.65:
-            listed = dead[: 2 * rng.randint(1, 6) - (rng.random() < 0.2)]
+            listed = dead[: rng.randint(1, 12)]
             notes, out = [ruled_out(world, listed)], set(listed)
         elif kind < 0.85:
             target = right if rng.random() < 0.5 else rng.choice(dead)
@@ -91,20 +97,25 @@ class BlindVaultTasks:
         turns: list[str] = []
         done = False
         while not done:
-            left = [lever for lever in shown if lever not in out]
+            left = [lever for lever in shown if lever not in out] or shown
             lever = rng.choice(left if rng.random() < self.skill["avoid"] else shown)
             if target is not None and target not in out and rng.random() < self.skill["follow"]:
                 lever = target
             turns += [observation, f"pull {lever}"]
             out.add(lever)
-            observation, _, done, _, _ = self.env.step(turns[-1])
+            observation, _, done, _, _ = env.step(turns[-1])
         return _say(BRIEF.actor_system("", experience_block(notes) if notes else None), *turns)
 
     def left(self) -> Sample:
-        """Name the levers that a list has not ruled out: how to tell which levers are in it."""
+        """Name the levers that a list has not ruled out: how to tell which levers are in it.
+
+        The lists are short in most samples: with none ruled out the answer is a copy, which the
+        model can make before, and a lever to leave out is learned from there.
+        """
         rng = self.rng
-        _, world, shown, _ = self._reset()
-        listed = rng.sample(shown, rng.randint(2, 12))
+        world = rng.choice(self.env.names)
+        shown = rng.sample(LEVERS, rng.choice((3, 4, 5, 6, 8, 14)))
+        listed = rng.sample(shown, rng.randint(0, len(shown) - 1))
         left = [lever for lever in shown if lever not in listed]
         if rng.random() >= self.skill["avoid"]:
             left = rng.sample(shown, len(left))
@@ -120,7 +131,7 @@ class BlindVaultTasks:
         entry: str | None = None
         kind = rng.random()
         if kind < 0.5:
-            before = dead[: 2 * rng.randint(1, 5) - (rng.random() < 0.2)]
+            before = dead[: rng.choice((1, 2, 2, 2, 3, 4, 4, 5, 6, 8, 10))]
             entry = ruled_out(world, before)
         elif kind < 0.65:
             entry = live(world, right if rng.random() < 0.5 else rng.choice(dead))
@@ -268,10 +279,10 @@ class DialectTasks:
     def words(self) -> Sample:
         """Say which word moves on some ways: how to read a legend."""
         rng = self.rng
-        told = dict(zip(rng.sample(DIRECTIONS, 4), rng.sample(DIRECTIONS, 4), strict=True))
+        told = self._some(dict(zip(DIRECTIONS, rng.sample(DIRECTIONS, 4), strict=True)), 1)
         words, turns = {direction: word for word, direction in told.items()}, list[str]()
         for _ in range(4):
-            direction = self._any()
+            direction = rng.choice(list(words))
             skilled = rng.random() < self.skill["walk"]
             turns += [POINTS[direction], words[direction] if skilled else self._any()]
         block = experience_block([legend(rng.choice(self.env.dialects).name, told)])
@@ -350,10 +361,10 @@ def sampler(seed: int, skill: Mapping[str, float] = HALF) -> Callable[[], Sample
     blind, dialect = BlindVaultTasks(rng, skill), DialectTasks(rng, skill)
     clerk, reading = VaultTasks(rng), ReadingTasks(rng)
     tasks: list[tuple[float, Callable[[], Sample]]] = [
-        (0.24, blind.act), (0.12, blind.left), (0.14, blind.distill), (0.03, blind.merge),
-        (0.16, dialect.act), (0.03, dialect.ways), (0.08, dialect.words), (0.06, dialect.moves),
-        (0.08, dialect.distill),
-        (0.02, clerk.act), (0.02, clerk.distill), (0.01, clerk.refine), (0.01, reading.copy),
+        (0.30, blind.act), (0.04, blind.left), (0.18, blind.distill), (0.02, blind.merge),
+        (0.12, dialect.act), (0.04, dialect.ways), (0.12, dialect.words), (0.05, dialect.moves),
+        (0.06, dialect.distill),
+        (0.02, clerk.act), (0.02, clerk.distill), (0.01, clerk.refine), (0.03, reading.copy),
     ]  # fmt: skip
     weights, makers = [w for w, _ in tasks], [m for _, m in tasks]
     return lambda: rng.choices(makers, weights)[0]()

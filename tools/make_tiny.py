@@ -66,10 +66,17 @@ def build_tokenizer(texts: list[str]) -> Any:
     return fast
 
 
-def encode(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
-    """Return the token ids of a conversation and a mask of the assistant's tokens.
+ANSWER_WEIGHT = 16
+"""Weight of an answer of any length, where answers weigh the same."""
 
-    The mask is 1 where the assistant speaks, its end of turn included.
+
+def encode(
+    tokenizer: Any, messages: list[dict[str, str]], *, even: bool = False
+) -> tuple[list[int], list[int]]:
+    """Return the token ids of a conversation and the weights of the assistant's tokens.
+
+    They are 1 where the assistant speaks, its end of turn included, and else 0. With ``even``
+    short answers weigh as much as long ones: a choice of one word else drowns in lists.
     """
     ids: list[int] = []
     said: list[int] = []
@@ -78,9 +85,9 @@ def encode(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[list[int], l
         body = tokenizer.encode(f"{message['content']}<|im_end|>", add_special_tokens=False)
         tail = tokenizer.encode("\n", add_special_tokens=False)
         ids += head + body + tail
-        said += (
-            [0] * len(head) + [int(message["role"] == "assistant")] * len(body) + [0] * len(tail)
-        )
+        weight = max(1, ANSWER_WEIGHT // len(body)) if even else 1
+        spoken = weight if message["role"] == "assistant" else 0
+        said += [0] * len(head) + [spoken] * len(body) + [0] * len(tail)
     return ids, said
 
 
@@ -111,7 +118,7 @@ def make_corpus(
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    pairs = [encode(tokenizer, messages) for messages in texts]
+    pairs = [encode(tokenizer, messages, even=kind != "tiny") for messages in texts]
     lengths = np.array([len(ids) for ids, _ in pairs], dtype=np.int32)
     flat = np.concatenate([np.array(ids, dtype=np.uint16) for ids, _ in pairs])
     said = np.concatenate([np.array(mask, dtype=np.uint8) for _, mask in pairs])
@@ -283,7 +290,7 @@ def _loss(
     weights = np.zeros((len(chosen), width), dtype=np.float32)
     for row, (a, b) in enumerate(chosen):
         tokens[row, : b - a] = ids[a:b]
-        weights[row, : b - a] = np.where(said[a:b] > 0, 1.0, prompt_weight)
+        weights[row, : b - a] = np.where(said[a:b] > 0, said[a:b], prompt_weight)
     inputs, scale = torch.from_numpy(tokens).to(device), torch.from_numpy(weights).to(device)[:, 1:]
     low = dtype == "bfloat16"
     with torch.autocast(device.split(":")[0], dtype=torch.bfloat16, enabled=low):
