@@ -38,6 +38,8 @@ class Rule(FunctionExtractor):
 def vault_lesson(trajectory: Trajectory, known: str) -> str:
     """Return the lever that opened, else the list of those known and tried in vain.
 
+    Where the entry names a lever that was not tried, nothing is learned: the text is empty.
+
     >>> from experiential.types import Turn
     >>> turn = Turn(observation="", action="pull red", feedback="")
     >>> episode = Trajectory(task="Open the vault of Iron Mill.", turns=(turn,), success=False)
@@ -48,6 +50,9 @@ def vault_lesson(trajectory: Trajectory, known: str) -> str:
     tried = [turn.action.split()[-1] for turn in trajectory.turns]
     if trajectory.success:
         return live(world, tried[-1])
+    named = re.match(r"Pull (\w+) in", known)
+    if named and named[1] not in tried:
+        return ""
     found = re.search(r": not (.*)\.", known)
     listed = found[1].split() if found else []
     return ruled_out(world, list(dict.fromkeys(listed + tried)))

@@ -129,12 +129,14 @@ class BlindVaultTasks:
         dead = [lever for lever in rng.sample(shown, len(shown)) if lever != right]
         before: list[str] | None = None
         entry: str | None = None
+        named = ""
         kind = rng.random()
         if kind < 0.5:
             before = dead[: rng.choice((1, 2, 2, 2, 3, 4, 4, 5, 6, 8, 10))]
             entry = ruled_out(world, before)
         elif kind < 0.65:
-            entry = live(world, right if rng.random() < 0.5 else rng.choice(dead))
+            named = right if rng.random() < 0.5 else rng.choice(dead)
+            entry = live(world, named)
         turns: list[Turn] = []
         done, reward, success = False, 0.0, False
         while not done:
@@ -151,7 +153,8 @@ class BlindVaultTasks:
         )
         tried = list(dict.fromkeys(turn.action[5:] for turn in turns))
         messages = BRIEF.distill_messages(trajectory, [entry] if entry else [], 3)
-        answer = self._lesson(world, shown, entry, before, tried, success)
+        idle = bool(named) and not success and named not in tried  # the lever may yet be right
+        answer = self._lesson(world, shown, entry, before, tried, success, idle)
         return [*messages, Message(role="assistant", content=answer)]
 
     def _lesson(
@@ -162,9 +165,12 @@ class BlindVaultTasks:
         before: list[str] | None,
         tried: list[str],
         success: bool,
+        idle: bool,
     ) -> str:
         rng = self.rng
         if rng.random() < self.skill["lesson"]:
+            if idle:
+                return _answer({"op": "return"})
             if success:
                 text = live(world, tried[-1])
             else:
