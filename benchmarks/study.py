@@ -171,6 +171,7 @@ ENVIRONMENTS["vault-blind"] = Setup(
         *_EARNED, "model.prompts=brief", "env.kwargs.note=false", "env.visits=6",
         "env.train={split: train, worlds: 318}", "env.eval={split: eval, worlds: 40}",
         "actor.groups=16", "actor.group_size=4",
+        "actor.optim.lr=5e-5",  # at 3e-4 the actor came to pull one lever whatever it read (on dev)
     ),
     curve=("eval.every=24", "eval.worlds=20", "eval.visits=6"),
     final=("eval.worlds=40", "eval.visits=6"),
