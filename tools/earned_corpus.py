@@ -2,8 +2,8 @@
 
 Vault without a clerk, where a failed visit only rules levers out, and FrozenLake in dialects of the
 words for moves, where a lesson says which word moves where. The games of `tools.tiny_corpus` stay
-in a small share, and its tasks that are skilled there whatever the system message are not: no
-message makes this model more skilled than `HALF` says.
+in a small share; its tasks that are skilled in every sample are left out, which does not undo what
+the bundled model learned of them.
 
 There are two stages. The first teaches each part in nearly every sample (`TAUGHT`), for a part that
 is shown in one sample of three does not form within this budget. The second shows the same parts in
