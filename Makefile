@@ -33,7 +33,7 @@ CLUSTER_SMOLLM2 := $(CLUSTER_VENV)/.smollm2
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install alfworld quickstart test test-slow cluster test-cluster test-bare test-examples test-elsewhere crash lint shape docs bench tiny-models clean
+.PHONY: help install alfworld quickstart test test-slow cluster test-cluster test-bare test-examples test-elsewhere crash lint shape docs bench tiny-models earned-model clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -127,6 +127,16 @@ bench: install  ## run the benchmarks (hours); results go to benchmarks/results/
 tiny-models: install  ## make the bundled tiny model again from its seed (about 20 minutes)
 	@$(BIN)/python -m tools.make_tiny corpus build/tiny-corpus.npz
 	@$(BIN)/python -m tools.make_tiny train build/tiny-corpus.npz experiential/llm/tiny $(ARGS)
+
+# Two stages: the first teaches each part in nearly every sample, the second shows it in the shares of the study.
+EARNED := --lr 8e-4 --batch 16 --epochs 1 --dtype float32 --prompt-weight 0.05
+EARNED_CORPUS := --tokenizer experiential/llm/tiny
+earned-model: install  ## train the tiny model on for worlds whose memory must be earned, into build/earned (hours)
+	@$(BIN)/python -m tools.make_tiny corpus build/earned/taught/corpus.npz --kind earned-taught --conversations 240000 $(EARNED_CORPUS)
+	@$(BIN)/python -m tools.make_tiny train build/earned/taught/corpus.npz build/earned/taught/model --start experiential/llm/tiny $(EARNED)
+	@$(BIN)/python -m tools.make_tiny corpus build/earned/half/corpus.npz --kind earned-half --conversations 8000 --seed 1 $(EARNED_CORPUS)
+	@$(BIN)/python -m tools.make_tiny train build/earned/half/corpus.npz build/earned/model --start build/earned/taught/model $(EARNED)
+	@$(BIN)/python -m tools.earned_probes build/earned/model
 
 clean:  ## remove what make made, the environment excepted
 	rm -rf build dist site .pytest_cache .ruff_cache .hypothesis $(STAMP)

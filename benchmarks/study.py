@@ -158,6 +158,36 @@ ENVIRONMENTS["vault-law-note"] = replace(
     recipes=("static-online", "complementary", "template", "history", *ABLATIONS),
     beside=("vault-law",),
 )  # fmt: skip
+# Where memory must be earned, with a model that was taught these games by halves. Every recipe
+# reads the entry written last about the very world, so that they differ in who writes it.
+_EARNED = (
+    "model.name=benchmarks/models/earned", "run.steps=48", "bank.embedder=hashing",
+    "bank.retrieval.strategy=recent", "bank.retrieval.floor=-1.0",
+    "bank.options.retrieval.same_task=true", "extractor.max_tokens=80",
+)  # fmt: skip
+EARNED_RECIPES = ("grpo", "static-online", "complementary", "template", "history")
+ENVIRONMENTS["vault-blind"] = Setup(
+    training=(
+        *_EARNED, "model.prompts=brief", "env.kwargs.note=false", "env.visits=6",
+        "env.train={split: train, worlds: 318}", "env.eval={split: eval, worlds: 40}",
+        "actor.groups=16", "actor.group_size=4",
+        "actor.optim.lr=5e-5",  # at 3e-4 the actor came to pull one lever whatever it read (on dev)
+    ),
+    curve=("eval.every=24", "eval.worlds=20", "eval.visits=6"),
+    final=("eval.worlds=40", "eval.visits=6"),
+    recipes=EARNED_RECIPES,
+)  # fmt: skip
+ENVIRONMENTS["lake-words"] = Setup(
+    training=(
+        *_EARNED, "model.prompts=opened", "env.id=experiential/FrozenLake-v0", "env.max_turns=8",
+        "env.kwargs={preset: dialects, sizes: [4, 4], frozen: [0.85, 0.95], words_only: true}",
+        "env.train={split: train, dialects: 120}", "env.eval={split: eval, dialects: 40}",
+        "env.visits=4",
+    ),
+    curve=("eval.every=24", "eval.worlds=20", "eval.visits=4"),
+    final=("eval.worlds=40", "eval.visits=4"),
+    recipes=(*EARNED_RECIPES, "erl", "erl-no-reflection"),
+)  # fmt: skip
 # Above, the comment on each move is in every observation; here neither method reads it.
 ENVIRONMENTS["frozen-lake-hidden"] = replace(
     ENVIRONMENTS["frozen-lake"],

@@ -189,8 +189,9 @@ class ModelSettings(Settings):
     lora: LoraSettings | None = None
     """low-rank adapters over frozen weights; None trains the weights"""
     prompts: str = "auto"
-    """template set: full, brief, short (brief with answers under a schema), or auto (of a model in
-    the folder of the run that trained it that run's, brief for the tiny model, else full)"""
+    """template set: full, brief, short (brief with answers under a schema), opened (brief with the
+    first observation in each record, for grids), or auto (of a model in the folder of the run that
+    trained it that run's, brief for the tiny model, else full)"""
     prefix_cache_gb: float | None = Field(default=None, ge=0)
     """memory for key-value states kept for reuse; None takes a tenth of the free memory"""
     threads: NonNegativeInt = 0

@@ -16,6 +16,7 @@ from experiential.envs.frozen_lake import FrozenLakeEnv
 from experiential.envs.grid import MOVES
 from experiential.envs.names import NAMED_SPLITS
 from experiential.envs.sokoban import SokobanEnv
+from experiential.errors import ConfigError
 from experiential.evaluation.arms import world_of
 
 GRIDS = (FrozenLakeEnv, SokobanEnv)
@@ -111,6 +112,25 @@ def test_the_legend_is_shown_on_request_only_and_is_true(kind: Any) -> None:
         word = shown.oracle_action()
         assert shown.step(word)[0] == f"{legend}\n\n{hidden.step(word)[0]}"
     assert hidden.digest() != shown.digest()
+
+
+def test_words_only_leaves_the_symbols_and_deals_all_moves_to_every_split() -> None:
+    names, moves = list[str](), list[set[tuple[str, ...]]]()
+    for split in NAMED_SPLITS:
+        env = FrozenLakeEnv(split, preset="dialects", dialects=96, words_only=True)
+        assert {one.symbols for one in env.dialects} == {"ABCD"}
+        names += [one.name for one in env.dialects]
+        moves.append({one.directions for one in env.dialects})
+        whole = FrozenLakeEnv(split, preset="dialects")
+        infos = [each.reset(seed=1)[1] for each in (env, whole)]
+        assert infos[0]["task_id"] != infos[1]["task_id"] and env.digest() != whole.digest()
+        while (plan := env.plan()) and not env.step(plan[0])[4]["success"]:
+            pass
+        assert env.agent == env.lake.goal
+    assert len(set(names)) == len(names) == 4 * 96
+    assert [len(found) for found in moves] == [24] * 4
+    with pytest.raises(ConfigError, match="words_only only with dialects"):
+        FrozenLakeEnv(words_only=True)
 
 
 @both

@@ -110,6 +110,17 @@ def test_brief_distillation_prompt_word_for_word() -> None:
     )
 
 
+def test_opened_is_brief_with_the_first_observation_in_each_record() -> None:
+    """Without it nothing shows where the first move of a grid led from."""
+    opened, first = prompt_set("opened"), PLAY.turns[0].observation
+    assert opened.actor_system("") == BRIEF.actor_system("") and not opened.structured
+    for name in ("distill", "reflect", "principle"):
+        more = {"distill": ([], 3), "reflect": (), "principle": (3,)}[name]
+        plain, whole = (getattr(one, f"{name}_messages")(PLAY, *more) for one in (BRIEF, opened))
+        assert whole[0] == plain[0] and first not in plain[1]["content"]
+        assert whole[1]["content"] == plain[1]["content"].replace("Play:\n", f"Play:\n{first}\n")
+
+
 def test_brief_merge_refine_and_judge_prompts_word_for_word() -> None:
     assert [m["content"] for m in BRIEF.merge_messages(["a", "b"])] == [
         "Merge the notes as JSON operations.",
@@ -292,7 +303,7 @@ def test_kept_ends_fit_the_budget_and_keep_one_at_each_end(lengths: list[int], b
 
 
 def test_an_unknown_prompt_set_is_an_error_that_names_the_sets() -> None:
-    with pytest.raises(ValueError, match="brief, full, short"):
+    with pytest.raises(ValueError, match="brief, full, opened, short"):
         prompt_set("medium")
     assert {(prompts.name, prompts.version) for prompts in (BRIEF, FULL)} == {
         ("brief", "1"),

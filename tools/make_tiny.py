@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +66,17 @@ def build_tokenizer(texts: list[str]) -> Any:
     return fast
 
 
-def encode(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
-    """Return the token ids of a conversation and a mask of the assistant's tokens.
+ANSWER_WEIGHT = 16
+"""Weight of an answer of any length, where answers weigh the same."""
 
-    The mask is 1 where the assistant speaks, its end of turn included.
+
+def encode(
+    tokenizer: Any, messages: list[dict[str, str]], *, even: bool = False
+) -> tuple[list[int], list[int]]:
+    """Return the token ids of a conversation and the weights of the assistant's tokens.
+
+    They are 1 where the assistant speaks, its end of turn included, and else 0. With ``even``
+    short answers weigh as much as long ones: a choice of one word else drowns in lists.
     """
     ids: list[int] = []
     said: list[int] = []
@@ -78,20 +85,30 @@ def encode(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[list[int], l
         body = tokenizer.encode(f"{message['content']}<|im_end|>", add_special_tokens=False)
         tail = tokenizer.encode("\n", add_special_tokens=False)
         ids += head + body + tail
-        said += (
-            [0] * len(head) + [int(message["role"] == "assistant")] * len(body) + [0] * len(tail)
-        )
+        weight = max(1, ANSWER_WEIGHT // len(body)) if even else 1
+        spoken = weight if message["role"] == "assistant" else 0
+        said += [0] * len(head) + [spoken] * len(body) + [0] * len(tail)
     return ids, said
 
 
-def make_corpus(path: Path, conversations: int, seed: int, tokenizer_folder: Path | None) -> None:
+def source(kind: str, seed: int) -> Callable[[], Any]:
+    """Return a seeded source of conversations of a corpus."""
+    from tools import earned_corpus, tiny_corpus
+
+    if kind == "tiny":
+        return tiny_corpus.sampler(seed)
+    taught = kind == "earned-taught"
+    return earned_corpus.sampler(seed, earned_corpus.TAUGHT if taught else earned_corpus.HALF)
+
+
+def make_corpus(
+    path: Path, conversations: int, seed: int, tokenizer_folder: Path | None, kind: str = "tiny"
+) -> None:
     """Generate conversations and store them as token ids.
 
     The tokenizer is trained on the first of them unless one is given.
     """
-    from tools.tiny_corpus import sampler
-
-    sample = sampler(seed)
+    sample = source(kind, seed)
     texts = [sample() for _ in range(conversations)]
     if tokenizer_folder is None:
         tokenizer = build_tokenizer(
@@ -101,7 +118,7 @@ def make_corpus(path: Path, conversations: int, seed: int, tokenizer_folder: Pat
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    pairs = [encode(tokenizer, messages) for messages in texts]
+    pairs = [encode(tokenizer, messages, even=kind != "tiny") for messages in texts]
     lengths = np.array([len(ids) for ids, _ in pairs], dtype=np.int32)
     flat = np.concatenate([np.array(ids, dtype=np.uint16) for ids, _ in pairs])
     said = np.concatenate([np.array(mask, dtype=np.uint8) for _, mask in pairs])
@@ -123,6 +140,8 @@ def train(
     device: str,
     epochs: float,
     start: Path | None,
+    dtype: str = "bfloat16",
+    prompt_weight: float = PROMPT_WEIGHT,
 ) -> None:
     """Train the model on the corpus and save it with its tokenizer.
 
@@ -165,11 +184,16 @@ def train(
         _update(model, optimizer, loss, lr * min(1.0, (step + 1) / 100))
         _report("copy", step, COPY_STEPS, loss, begin)
     for step, chosen in zip(range(steps), batches(spans, batch, seed), strict=False):
-        loss = _loss(model, ids, said, chosen, device)
+        loss = _loss(model, ids, said, chosen, device, dtype, prompt_weight)
         _update(
-            model, optimizer, loss, lr * (0.05 + 0.95 * 0.5 * (1 + np.cos(np.pi * step / steps)))
+            model,
+            optimizer,
+            loss,
+            lr
+            * (0.05 + 0.95 * 0.5 * (1 + np.cos(np.pi * step / steps)))
+            * (1.0 if start is None else min(1.0, (step + 1) / 50)),
         )
-        if step and step % 500 == 0:
+        if step and step % (500 if start is None else 100) == 0:
             _save(model, tokenizer, folder)
         _report("corpus", step, steps, loss, begin)
     _save(model, tokenizer, folder)
@@ -179,6 +203,8 @@ def train(
         "batch": batch,
         "lr": lr,
         "device": device,
+        "dtype": dtype,
+        "prompt_weight": prompt_weight,
         "seconds": round(time.time() - begin),
         "torch": torch.__version__,
     }
@@ -248,7 +274,15 @@ def batches(spans: np.ndarray, size: int, seed: int) -> Iterator[np.ndarray]:
                 yield spans[parts[index]]
 
 
-def _loss(model: Any, ids: np.ndarray, said: np.ndarray, chosen: np.ndarray, device: str) -> Any:
+def _loss(
+    model: Any,
+    ids: np.ndarray,
+    said: np.ndarray,
+    chosen: np.ndarray,
+    device: str,
+    dtype: str,
+    prompt_weight: float,
+) -> Any:
     import torch
 
     width = int((chosen[:, 1] - chosen[:, 0]).max())
@@ -256,9 +290,10 @@ def _loss(model: Any, ids: np.ndarray, said: np.ndarray, chosen: np.ndarray, dev
     weights = np.zeros((len(chosen), width), dtype=np.float32)
     for row, (a, b) in enumerate(chosen):
         tokens[row, : b - a] = ids[a:b]
-        weights[row, : b - a] = np.where(said[a:b] > 0, 1.0, PROMPT_WEIGHT)
+        weights[row, : b - a] = np.where(said[a:b] > 0, said[a:b], prompt_weight)
     inputs, scale = torch.from_numpy(tokens).to(device), torch.from_numpy(weights).to(device)[:, 1:]
-    with torch.autocast(device.split(":")[0], dtype=torch.bfloat16):
+    low = dtype == "bfloat16"
+    with torch.autocast(device.split(":")[0], dtype=torch.bfloat16, enabled=low):
         logits = model(input_ids=inputs).logits[:, :-1]
     losses = torch.nn.functional.cross_entropy(
         logits.float().flatten(0, 1), inputs[:, 1:].flatten(), reduction="none"
@@ -275,6 +310,7 @@ def main() -> None:
     corpus.add_argument("--conversations", type=int, default=120_000)
     corpus.add_argument("--seed", type=int, default=0)
     corpus.add_argument("--tokenizer", type=Path, help="folder of a tokenizer to use as it is")
+    corpus.add_argument("--kind", default="tiny", choices=("tiny", "earned-taught", "earned-half"))
     fit = commands.add_parser("train")
     fit.add_argument("path", type=Path)
     fit.add_argument("folder", type=Path)
@@ -286,9 +322,15 @@ def main() -> None:
     fit.add_argument(
         "--start", type=Path, help="continue from this model instead of random weights"
     )
+    fit.add_argument(
+        "--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the products"
+    )
+    fit.add_argument("--prompt-weight", type=float, default=PROMPT_WEIGHT)
     options = parser.parse_args()
     if options.command == "corpus":
-        make_corpus(options.path, options.conversations, options.seed, options.tokenizer)
+        make_corpus(
+            options.path, options.conversations, options.seed, options.tokenizer, options.kind
+        )
     else:
         train(
             options.path,
@@ -299,6 +341,8 @@ def main() -> None:
             device=options.device,
             epochs=options.epochs,
             start=options.start,
+            dtype=options.dtype,
+            prompt_weight=options.prompt_weight,
         )
 
 

@@ -38,6 +38,7 @@ GUIDING = "guiding"  # kind of a principle that a success taught
 CAUTIONARY = "cautionary"  # kind of a principle that a failure taught
 
 THINKING = re.compile(r"^.*</think>", re.DOTALL | re.IGNORECASE)
+_TAGGED = ("brief", "opened")  # sets that ask for operations between tags
 _LABEL = re.compile(r"^([^\S\n]*(?:task|used|play|outcome)[^\S\n]*):", re.IGNORECASE | re.MULTILINE)
 _PROMPT_SIGN = re.compile(r"^([^\S\n]*)>", re.MULTILINE)
 
@@ -262,7 +263,8 @@ def prompt_set(name: str) -> PromptSet:
 
     ``full`` is for instruct models and ``brief`` for the bundled tiny model. ``short`` has the
     words of ``brief`` and asks for operations under a schema: for small models to be trained, to
-    which the long prompts of ``full`` are mostly cost.
+    which the long prompts of ``full`` are mostly cost. ``opened`` is ``brief`` with the first
+    observation in each record, for grids.
 
     Raises:
         ValueError: there is no such set.
@@ -272,12 +274,13 @@ def prompt_set(name: str) -> PromptSet:
         known = ", ".join(sorted(words["versions"]))
         raise ValueError(f"Expected a prompt set of {known}, got {name!r}")
     shared = words["shared"]
+    spelled = words["full"] if name == "full" else words["brief"] | words.get(name, {})
     texts = {
         key: Template(Template(text).safe_substitute(shared)).substitute
-        for key, text in words["brief" if name == "short" else name].items()
+        for key, text in spelled.items()
     }
     shown = MappingProxyType(texts)  # one set serves all agents of a process
-    return PromptSet(name, words["versions"][name], shown, structured=name != "brief")
+    return PromptSet(name, words["versions"][name], shown, structured=name not in _TAGGED)
 
 
 @dataclass

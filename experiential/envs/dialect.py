@@ -42,16 +42,27 @@ class Dialect:
 
 
 @lru_cache(maxsize=64)
-def dialects_of(split: NamedSplit, symbols: str) -> tuple[Dialect, ...]:
+def dialects_of(split: NamedSplit, symbols: str, words_only: bool = False) -> tuple[Dialect, ...]:
     """Return the dialects of a split: no two splits share a name or a pair of permutations.
 
     All pairs of a permutation of the symbols and one of the moves are put in a fixed random order
-    and dealt out to the splits in turn.
+    and dealt out to the splits in turn. With ``words_only`` the symbols keep their meanings, and
+    all splits share the 24 permutations of the moves.
     """
     boards: list[tuple[str, ...]] = list(permutations(symbols))
     moves: list[tuple[str, ...]] = list(permutations(DIRECTIONS))
+    number = NAMED_SPLITS.index(split)
+    if words_only:
+        rng, names = np.random.default_rng([_SALT, number]), world_names(split)
+        turns = -(-len(names) // len(moves))
+        dealt: list[int] = np.concatenate(
+            [rng.permutation(len(moves)) for _ in range(turns)]
+        ).tolist()
+        return tuple(
+            Dialect(name, symbols, moves[one]) for name, one in zip(names, dealt, strict=False)
+        )
     order = np.random.default_rng(_SALT).permutation(len(boards) * len(moves))
-    dealt: list[int] = order[NAMED_SPLITS.index(split) :: len(NAMED_SPLITS)].tolist()
+    dealt = order[number :: len(NAMED_SPLITS)].tolist()
     return tuple(
         Dialect(name, "".join(boards[pair // len(moves)]), moves[pair % len(moves)])
         for name, pair in zip(world_names(split), dealt, strict=False)

@@ -229,6 +229,7 @@ class FrozenLakeEnv(GridEnv):
         shortest: int | None = None,
         dialects: int | None = None,
         legend: bool = False,
+        words_only: bool = False,
         feedback: Wording = True,
         preset: str | None = None,
         render_mode: str | None = None,
@@ -260,6 +261,7 @@ class FrozenLakeEnv(GridEnv):
             render_mode,
             rules.dialects,
             legend,
+            words_only,
         )
 
     def _solve(self) -> list[str] | None:

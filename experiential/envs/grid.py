@@ -113,23 +113,26 @@ class GridEnv(TextEnv):
         render_mode: str | None,
         dialects: int = 0,
         legend: bool = False,
+        words_only: bool = False,
     ) -> None:
         one_of("split", split, NAMED_SPLITS if dialects else ("train", "eval"))
         one_of("feedback", feedback, (True, False, "neutral"))
-        if legend and not dialects:
-            raise ConfigError("Expected legend only with dialects, got it without")
+        for name, given in (("legend", legend), ("words_only", words_only)):
+            if given and not dialects:
+                raise ConfigError(f"Expected {name} only with dialects, got it without")
         if layouts is None:
             layouts = 10_000 if dialects or split == "train" else 100
         positive(layouts=layouts, budget=budget)
         self.dialects = (Dialect("", symbols),)
         if dialects:
-            known = dialects_of(split, symbols)
+            known = dialects_of(split, symbols, words_only)
             inside(f"dialects of split {split}", dialects, 1, len(known))
             self.dialects = known[:dialects]
         worlds = dialects or layouts
         super().__init__(worlds, longest=4096, longest_action=4096, render_mode=render_mode)
         self.split: NamedSplit = split
         self.layouts, self.budget, self.legend = layouts, budget, legend
+        self._kind = "words" if words_only else "dialects"
         self._feedback = feedback
         self.dialect = self.dialects[0]
 
@@ -210,7 +213,7 @@ class GridEnv(TextEnv):
     def _info(self, feedback: str, *, success: bool = False, invalid: bool = False) -> Info:
         name, instance = f"{self.name}-{self.split}-{self.layout}", ""
         if self.dialect.name:
-            name = f"{self.name}-dialects-{self.split}-{self.dialect.name}"
+            name = f"{self.name}-{self._kind}-{self.split}-{self.dialect.name}"
             instance = f"{name}#{self.layout}"
         return self._report(
             name,
