@@ -134,7 +134,11 @@ def test_a_client_asks_for_many_queries_in_parts(folder: Path) -> None:
         queries = ["red", "blue", "long " * 500] * 700
         rows = bank.search(queries, k=1)
         assert [row[0].experience.text for row in rows[:2]] == ["a red door", "a blue door"]
-        assert len(rows) == 2100 and rows[:3] == rows[-3:]
+        first, last = ([row[0] for row in some] for some in (rows[:3], rows[-3:]))
+        assert len(rows) == 2100
+        assert [hit.experience for hit in first] == [hit.experience for hit in last]
+        # products of other sizes round otherwise on some processors
+        assert [hit.score for hit in first] == pytest.approx([hit.score for hit in last], abs=1e-6)
         assert bank.embedder(queries).shape[0] == 2100
 
 

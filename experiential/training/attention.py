@@ -287,7 +287,7 @@ class PackedModel:
 
     def beginning(self, rows: Sequence[Row]) -> Beginning:
         """Forward the tokens that all rows know."""
-        made, count = States(), rows[0].known
+        made, count = States(), rows[0].known if rows else 0
         if count:
             row = Row(rows[0].tokens[:count], (), (tuple(range(count)),))
             inputs = self.inputs(row, branching=True)

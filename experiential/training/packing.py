@@ -117,6 +117,8 @@ def deal(
         for each round, the indices of the samples of every rank's row, shape (rounds, ranks);
         the longest rounds come first, and the last ones may have empty rows.
     """
+    if not samples:
+        return []
     forest = _Forest(samples)
     total, longest = forest.size(0, len(forest.members)), max(forest.lengths)
     limit = limit if branching else 0
