@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import pairwise, repeat
 from operator import attrgetter
 from typing import Any, cast
@@ -20,6 +20,7 @@ from experiential.bank.index.follower import Replica
 from experiential.bank.index.indexed import cosines, search_indexed
 from experiential.bank.index.lexical import Found, Lexical
 from experiential.bank.search.where import Scope, Scored, Where
+from experiential.bank.storage.mapped import Mapped
 from experiential.bank.storage.tables import Live, LiveEntries, Stored
 from experiential.types import Experience
 
@@ -40,6 +41,7 @@ Table = Callable[[], Mapping[str, Live]]
 Changed = tuple[str, Stored | None, int]
 """Id of an entry, its new version (None removes it), and the position in the journal."""
 Row = list[Scored[Experience]]
+_by_score: Callable[[Scored[Experience]], float] = lambda hit: -hit.score  # noqa: E731
 # Does as ``Scored._make``, without counting the fields in Python: a batch has thousands.
 _experience: Callable[[Live], Experience] = attrgetter("experience")
 _scored: Callable[[Iterable[Any]], Scored[Any]] = partial(cast("Any", tuple).__new__, Scored)
@@ -54,16 +56,27 @@ class Snapshot:
         dead: rows whose items were replaced or removed.
         entries: of all rows, and of rows written since.
         labels: rows by label, with rows written since.
+        row: returns the row of an entry as of now, None where there is none.
         masks: which of the entries pass each of the last filters.
         codes: the rows rounded.
     """
 
     matrix: Vector
     dead: Indices
-    entries: list[Live]
-    labels: dict[str, list[int]]
+    entries: Sequence[Live]
+    labels: Mapping[str, Sequence[int]]
     masks: dict[Where, Mask]
     codes: Codes
+    row: Callable[[str], int | None]
+
+    @classmethod
+    def of(cls, mapped: Mapped) -> Snapshot:
+        """Return the index of a mapped file, whose checksums of the vectors are compared now."""
+        return cls(mapped.vectors, mapped.dead, mapped, mapped.labels, {}, Codes(), mapped.row)
+
+    def cosines(self, rows: Sequence[int], query: Vector) -> Vector:
+        """Return the cosines of these rows with a query."""
+        return self.matrix[rows] @ query
 
     def search(
         self, queries: Vector, n: int, scopes: Sequence[Scope]
@@ -213,6 +226,11 @@ class VectorIndex:
         self._label_rows()
         return self._snapshot()
 
+    def vector(self, id: str) -> Vector | None:
+        """Return the vector of an entry, None where it is not here."""
+        row = self.rows.get(id)
+        return None if row is None else self._matrix[row]
+
     def apply(self, changes: Iterable[Changed]) -> Snapshot:
         """Put entries in place of earlier versions, or take them out; return the new state.
 
@@ -256,9 +274,57 @@ class VectorIndex:
     def _snapshot(self) -> Snapshot:
         count = len(self._entries)
         dead = np.flatnonzero(~self._alive[:count])
-        return Snapshot(
-            self._matrix[:count], dead, self._entries, self._labels, self._masks, self._codes
-        )
+        held = self._entries, self._labels, self._masks, self._codes
+        return Snapshot(self._matrix[:count], dead, *held, self.rows.get)
+
+
+class Layered:
+    """Search entries that stay as they are, and changes made over them, as one index.
+
+    Args:
+        below: returns the entries that stay; asked at the first search.
+        row: returns the row of an entry among these, None where there is none.
+        changes: entries that are others, or none, instead.
+    """
+
+    def __init__(
+        self,
+        below: Callable[[], Snapshot],
+        row: Callable[[str], int | None],
+        changes: Mapping[str, Stored | None],
+    ) -> None:
+        self._base = below
+        self._row = row
+        self.changes = changes
+        self._above = VectorIndex().apply((id, stored, 0) for id, stored in changes.items())
+
+    @cached_property
+    def _below(self) -> Snapshot:
+        below = self._base()
+        rows = [row for id in self.changes if (row := self._row(id)) is not None]
+        return replace(below, dead=np.union1d(below.dead, np.array(rows, dtype=np.intp)))
+
+    def over(self, changes: Mapping[str, Stored | None]) -> Layered:
+        """Return the index with further changes."""
+        return Layered(self._base, self._row, {**self.changes, **changes})
+
+    def search(self, queries: Vector, n: int, scopes: Sequence[Scope]) -> list[Row]:
+        """Return the ``n`` nearest entries in the scope of each query, as a snapshot does."""
+        both = (one.search(queries, n, scopes) for one in (self._below, self._above))
+        rows = (sorted([*low, *high], key=_by_score) for low, high in zip(*both, strict=True))
+        return [row[:n] for row in rows]
+
+    def row(self, id: str) -> int | None:
+        """Return the number of the row of an entry: those above the others are negative."""
+        if id not in self.changes:
+            return self._row(id)
+        above = self._above.row(id)
+        return None if above is None else ~above
+
+    def cosines(self, rows: Sequence[int], query: Vector) -> Vector:
+        """Return the cosines of these rows with a query."""
+        parts = [(self._above, ~row) if row < 0 else (self._below, row) for row in rows]
+        return np.array([of.matrix[row] @ query for of, row in parts], dtype=np.float32)
 
 
 class Nearest:
@@ -294,7 +360,31 @@ class Nearest:
         self._used = time.monotonic()
         self._index = VectorIndex()
         held = LiveEntries() if self.is_large else entries
-        self._published = self._index.load(held, behind or 0), self.is_large
+        first = self._index.load(held, behind or 0)
+        self._published: tuple[Snapshot | Layered, bool] = first, self.is_large
+
+    @classmethod
+    def of(cls, layered: Layered) -> Nearest:
+        """Return the search of an index that nothing is written to."""
+        made = cls(LiveEntries(), limit=0)
+        made._published = layered, False
+        return made
+
+    def over(self, changes: Mapping[str, Stored | None]) -> Nearest | None:
+        """Return the search with other entries in place of some, which later writes do not change.
+
+        None where the index store answers.
+        """
+        below, is_large = self._published
+        if is_large:
+            return None
+        if isinstance(below, Layered):
+            return Nearest.of(below.over(changes))
+        return Nearest.of(Layered(lambda: below, dict(self._index.rows).get, changes))
+
+    def vector(self, id: str) -> Vector | None:
+        """Return the vector of an entry, None where it is not in memory."""
+        return self._index.vector(id)
 
     def patience(self) -> float:
         """Return the seconds that writing the store should wait: until the bank is unused.
@@ -376,7 +466,7 @@ class Nearest:
                 for text, scope in dict.fromkeys(asked):  # a group asks the same several times
                     found = self._lexical.search(text, n, scope)
                     ids = [live.experience.id for live in found.entries]
-                    by_words[text, scope] = found, [self._index.rows.get(id) for id in ids]
+                    by_words[text, scope] = found, [resident.row(id) for id in ids]
         rows: list[Row] = resident.search(queries, n, scopes)
         replica = self._replica if is_large else None
         if replica is not None:
@@ -391,7 +481,7 @@ class Nearest:
                 if live.experience.id not in known
             ]
             if here := [(item, row) for item, row in more if row is not None]:
-                scores = resident.matrix[[row for _, row in here]] @ query
+                scores = resident.cosines([row for _, row in here], query)
                 hits += [
                     Scored(item, float(score))
                     for (item, _), score in zip(here, scores, strict=True)

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -107,21 +108,49 @@ Attached = tuple[Any, ...]
 """A statement followed by its arguments, to be written at the end of a transaction."""
 
 
+Opened = tuple[sqlite3.Connection, list[Damage]]
+"""A connection, and the damaged rows that were found and set aside when it was opened."""
+
+
 class Journal:
     """Share one connection to the journal among the threads of a bank; statements hold ``lock``.
 
     Attributes:
         attached: the statement that ends the next transaction of each thread. Whoever takes one
             out must write it.
-        damage: damaged rows that were found, and set aside, when it was opened.
     """
 
-    def __init__(self, connection: sqlite3.Connection, damage: list[Damage]) -> None:
+    def __init__(
+        self, connect: Callable[[], Opened], on_open: Callable[[], object] | None = None
+    ) -> None:
         self.lock = threading.RLock()
-        self.damage = damage
-        self._connection = connection
-        self._open = True
         self.attached: dict[int, Attached] = {}
+        self._connect = connect
+        self._on_open = on_open
+        self._held: Opened | None = None
+        self._open = True
+        if on_open is None:
+            self._opened()
+
+    @property
+    def _connection(self) -> sqlite3.Connection:
+        return self._opened()[0]
+
+    @property
+    def damage(self) -> list[Damage]:
+        """Return the damaged rows that were found, and set aside, when it was opened."""
+        return self._opened()[1]
+
+    def _opened(self) -> Opened:
+        if self._held is None:
+            with self.lock:
+                if not self._open:
+                    raise BankError(CLOSED)
+                if self._held is None:
+                    self._held = self._connect()
+                    if self._on_open is not None:
+                        self._on_open()
+        return self._held
 
     @classmethod
     def open(cls, folder: Path, *, check: bool = True) -> Journal:
@@ -145,35 +174,19 @@ class Journal:
             if isinstance(error, UNREADABLE):
                 raise unreadable(folder, error) from error
             raise
-        return cls(connection, damage)
+        return cls(lambda: (connection, damage))
 
     @classmethod
-    def open_copy(cls, folder: Path) -> Journal:
+    def open_copy(cls, folder: Path, on_open: Callable[[], object] | None = None) -> Journal:
         """Open a private copy of the journal, so that reading never touches the bank's own files.
 
         SQLite would write a ``-shm`` file even for a read-only connection to a database in WAL
         mode. The copy is unlinked at once and vanishes with the connection. It is a consistent
         picture although another process may be writing. Damaged rows are set aside in it.
+
+        With ``on_open`` it is made when the journal is first read, and ``on_open`` called then.
         """
-        with tempfile.TemporaryDirectory(prefix="experiential-bank-") as scratch:
-            copy = Path(scratch) / JOURNAL_NAME
-            copy_stable(folder / JOURNAL_NAME, copy)
-            if not copy.stat().st_size:
-                raise unreadable(folder, "an empty file")
-            connection = _connect(copy, folder)
-            try:
-                connection.execute("PRAGMA journal_mode=DELETE")
-                connection.execute("PRAGMA journal_mode=MEMORY")
-                connection.execute("PRAGMA synchronous=OFF")
-                connection.execute("PRAGMA temp_store=MEMORY")
-                damage = _prepare(connection, folder, is_copy=True)
-                connection.execute("PRAGMA query_only=ON")
-            except BaseException as error:
-                connection.close()
-                if isinstance(error, UNREADABLE):
-                    raise unreadable(folder, error) from error
-                raise
-        return cls(connection, damage)
+        return cls(partial(_connect_copy, folder), on_open)
 
     def insert(
         self, table: str, *fields: Any, verb: str = "INSERT"
@@ -301,7 +314,8 @@ class Journal:
         with self.lock:
             if self._open:
                 self._open = False
-                self._connection.close()
+                if self._held is not None:
+                    self._held[0].close()
 
 
 def _position(row: Row) -> tuple[bool, int]:
@@ -353,6 +367,28 @@ def _connect(file: Path, folder: Path) -> sqlite3.Connection:
         )
     checksums.provide(connection)
     return connection
+
+
+def _connect_copy(folder: Path) -> Opened:
+    with tempfile.TemporaryDirectory(prefix="experiential-bank-") as scratch:
+        copy = Path(scratch) / JOURNAL_NAME
+        copy_stable(folder / JOURNAL_NAME, copy)
+        if not copy.stat().st_size:
+            raise unreadable(folder, "an empty file")
+        connection = _connect(copy, folder)
+        try:
+            connection.execute("PRAGMA journal_mode=DELETE")
+            connection.execute("PRAGMA journal_mode=MEMORY")
+            connection.execute("PRAGMA synchronous=OFF")
+            connection.execute("PRAGMA temp_store=MEMORY")
+            damage = _prepare(connection, folder, is_copy=True)
+            connection.execute("PRAGMA query_only=ON")
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, UNREADABLE):
+                raise unreadable(folder, error) from error
+            raise
+    return connection, damage
 
 
 def unreadable(folder: Path, found: object) -> BankError:
