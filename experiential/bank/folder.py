@@ -158,7 +158,7 @@ class FolderBank(StateReader, Bank, Shared):
     RESIDENT_LIMIT: int | None = None
     """Entries up to which the exact index in memory answers; above it, the index store does. None
     is as many as the store was measured to pay from."""
-    MAPPED_FROM = 2_000
+    MAPPED_FROM: int = 2_000
     """Entries from which a writer leaves a file for readers to map; see `Mapped`."""
 
     def __init__(

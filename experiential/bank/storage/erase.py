@@ -19,6 +19,7 @@ from typing import Any
 
 from experiential.bank.storage.journal import Journal, keep_names
 from experiential.bank.storage.lock import WriterLock
+from experiential.bank.storage.mapped import PATTERN
 from experiential.bank.storage.tables import History
 from experiential.errors import BankError
 
@@ -221,7 +222,9 @@ def vacuum(journal: Journal) -> None:
 
 
 def drop_index(folder: Path) -> None:
-    """Remove the index stores of a folder for good; an opened bank makes its own again."""
+    """Remove what is derived from the journal of a folder; an opened bank makes its own again."""
+    for file in folder.glob(PATTERN):
+        file.unlink()
     for pattern in ("chroma", "chroma.damaged-*", "index-*"):
         for place in folder.glob(pattern):
             shutil.rmtree(place)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiential.bank.storage.checksums import TABLES, UNREADABLE, at, checksum, link, parsed
-from experiential.bank.storage.journal import JOURNAL_NAME, SCHEMA_VERSION, Journal
+from experiential.bank.storage.journal import JOURNAL_NAME, SCHEMA_VERSION, Journal, id_beside
 from experiential.bank.storage.mapped import Stamp
 from experiential.bank.storage.tables import Stored, origins_of
 from experiential.errors import BankError
@@ -62,7 +62,7 @@ def read_stamp(journal: Journal, namespace: str) -> Stamp | None:
 
 
 def fits(journal: Journal, stamp: Stamp) -> bool:
-    """Return whether a stamp is of a state that this journal had, and not changes ago."""
+    """Return whether a stamp is of a state that this journal had."""
     statement = "SELECT lower(hex(chain)) FROM commits WHERE id = ?"
     return (
         journal.value(statement, stamp.commit) == stamp.chain
@@ -90,6 +90,8 @@ def read_since(folder: Path, stamp: Stamp, *, most: int) -> Since | None:
     log is read too, by SQLite's own locks; else the file alone, which is whole.
     """
     file = folder / JOURNAL_NAME
+    if id_beside(folder) not in ("", stamp.facts["bank"]):
+        return None
     try:
         log = Path(f"{file}-wal")
         has_log = log.is_file() and log.stat().st_size > 0

@@ -98,7 +98,7 @@ MIGRATIONS: tuple[Callable[[sqlite3.Connection], list[Damage]], ...] = (
 SCHEMA_VERSION = len(MIGRATIONS)
 BANK_ID_NAME = "bank.id"
 _BANK_ID = ("", "bank")  # namespace and key in ``meta``; no user's namespace is empty
-_INDEXES = ("chroma/chroma.sqlite3", "index-*/*")
+_INDEXES = ("chroma/chroma.sqlite3", "index-*/*", "entries-*.map")
 _ID = re.compile("[0-9a-f]{32}")
 _NAMED = 5
 _log = logging.getLogger(__name__)
@@ -434,7 +434,7 @@ def _prepare(
         if connection.in_transaction:
             connection.execute("ROLLBACK")
     # Only now, so that a kill between the two leaves no folder that is refused.
-    if not is_copy and id != _id_beside(folder):
+    if not is_copy and id != id_beside(folder):
         part = folder / f"{BANK_ID_NAME}.part"
         part.write_text(f"{id}\n", encoding="ascii")
         os.replace(part, folder / BANK_ID_NAME)
@@ -452,7 +452,7 @@ def _prepare(
     return damage
 
 
-def _id_beside(folder: Path) -> str:
+def id_beside(folder: Path) -> str:
     """Return the id in the folder's file; empty where the file is missing or damaged."""
     try:
         found = (folder / BANK_ID_NAME).read_text(encoding="ascii").strip()
@@ -464,7 +464,7 @@ def _id_beside(folder: Path) -> str:
 def _identify(connection: sqlite3.Connection, folder: Path) -> str:
     """Return the id of the bank, recorded in its journal; refuse the journal of another bank."""
     statement = "SELECT value FROM meta WHERE namespace = ? AND key = ?"
-    found, beside = connection.execute(statement, _BANK_ID).fetchone(), _id_beside(folder)
+    found, beside = connection.execute(statement, _BANK_ID).fetchone(), id_beside(folder)
     if not found:
         row = (*_BANK_ID, beside or new_id())
         connection.execute(
