@@ -1,12 +1,14 @@
 """Measure what a bank costs as it grows: opening, searching, adding, memory and disk.
 
-    python -m benchmarks.bank_size [--sizes 10000 100000] [--before CHECKOUT]
+    python -m benchmarks.bank_size [--sizes 10000 100000 1000000] [--before CHECKOUT]
         [--results benchmarks/results/bank_size.json]
 
-Each figure is taken in fresh processes, the least of ``--repeats`` for opening. With ``--before``,
-the folder of another working copy of the project, its code opens the same folders in turn. Times
-are processor milliseconds, vectors have 384 numbers, and all of them are in memory
-(``store="exact"``).
+Each figure is taken in fresh processes, the least of ``--repeats``; one from 1,000,000 entries.
+With ``--before``, the folder of another working copy of the project, its code opens the same
+folders in turn. Times are processor milliseconds, vectors have 384 numbers, and none is in an index
+store (``store="exact"``). Memory is that of the process alone; pages of files that it maps, which
+the system takes back when it needs them, are counted as ``mapped_mib``. ``changed`` opens the bank
+read-only once more, after the writers have added and removed entries.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Any
 
 from experiential.bank.folder import FolderBank
 from experiential.bank.index.embed import HashingEmbedder
+from experiential.bank.storage.journal import JOURNAL_NAME
 
 EMBEDDER = HashingEmbedder(384)
 SEARCHES = 200
@@ -45,7 +48,7 @@ def cost(start: float) -> float:
 
 
 def memory(what: str) -> float:
-    """Return ``VmRSS`` or ``VmHWM`` of this process in MiB."""
+    """Return a line like ``RssAnon`` of the status of this process in MiB."""
     [line] = [
         one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith(what)
     ]
@@ -55,25 +58,30 @@ def memory(what: str) -> float:
 def fill(folder: Path, count: int) -> None:
     """Write a bank of ``count`` entries."""
     with FolderBank(folder, embedder=EMBEDDER, store="exact") as bank:
-        for start in range(0, count, 1000):
+        step = max(1000, count // 100)
+        for start in range(0, count, step):
             bank.add_many(
-                [text(number) for number in range(start, min(count, start + 1000))],
-                task=f"task {start // 1000}",
+                [text(number) for number in range(start, min(count, start + step))],
+                task=f"task {start // step}",
             )
 
 
 def measure(folder: Path, *, read_only: bool) -> dict[str, float]:
     """Open a bank once, use it, and return the figures."""
-    before, start = memory("VmRSS"), time.process_time()
+    before, peak, start = memory("RssAnon"), memory("VmHWM"), time.process_time()
     with FolderBank(folder, embedder=EMBEDDER, read_only=read_only) as bank:
-        found = {"open_ms": cost(start), "open_mib": memory("VmRSS") - before}
-        found["open_peak_mib"] = memory("VmHWM") - before
+        found = {"open_ms": cost(start), "open_mib": memory("RssAnon") - before}
+        found["open_peak_mib"] = memory("VmHWM") - peak
         count, times = len(bank), list[float]()
+        start = time.process_time()
+        assert bank.search(text(7), k=3)
+        found["first_search_ms"] = cost(start)
         for number in range(SEARCHES):
             start = time.process_time()
             assert bank.search(text(number * 15485863 % count), k=3)
             times.append(cost(start))
         found |= {"search_p50_ms": median(times), "search_p99_ms": quantiles(times, n=100)[-1]}
+        found |= {"used_mib": memory("RssAnon") - before, "mapped_mib": memory("RssFile")}
         if not read_only:
             times.clear()
             added: list[str] = []
@@ -111,7 +119,9 @@ def compare(count: int, checkouts: dict[str, Path], repeats: int) -> dict[str, A
         found["fill_ms_per_entry"] = cost(start) / count
         size = sum(file.stat().st_size for file in folder.iterdir())
         found["disk_bytes_per_entry"] = size / count
-        for mode in ("read_only", "writer"):
+        found["journal_bytes_per_entry"] = (folder / JOURNAL_NAME).stat().st_size / count
+        repeats = repeats if count < 1_000_000 else 1
+        for mode in ("read_only", "writer", "changed"):
             runs = {name: list[dict[str, float]]() for name in checkouts}
             for _ in range(repeats):
                 for name, checkout in checkouts.items():
@@ -132,7 +142,7 @@ def rounded(value: Any) -> Any:
 def main() -> None:
     """Measure every size, print and keep the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--before", type=Path, help="working copy to compare with")
     parser.add_argument("--results", type=Path)
@@ -140,7 +150,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.measure is not None:
         folder, mode = arguments.measure
-        print(json.dumps(measure(Path(folder), read_only=mode == "read_only")))
+        print(json.dumps(measure(Path(folder), read_only=mode != "writer")))
         return
     checkouts = {"now": Path(__file__).parent.parent}
     if arguments.before is not None:

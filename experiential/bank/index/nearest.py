@@ -302,7 +302,7 @@ class Layered:
     def _below(self) -> Snapshot:
         below = self._base()
         rows = [row for id in self.changes if (row := self._row(id)) is not None]
-        return replace(below, dead=np.union1d(below.dead, np.array(rows, dtype=np.intp)))
+        return replace(below, dead=np.sort(np.append(below.dead, np.array(rows, dtype=np.intp))))
 
     def over(self, changes: Mapping[str, Stored | None]) -> Layered:
         """Return the index with further changes."""
