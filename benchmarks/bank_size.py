@@ -8,7 +8,8 @@ With ``--before``, the folder of another working copy of the project, its code o
 folders in turn. Times are processor milliseconds, vectors have 384 numbers, and none is in an index
 store (``store="exact"``). Memory is that of the process alone; pages of files that it maps, which
 the system takes back when it needs them, are counted as ``mapped_mib``. ``changed`` opens the bank
-read-only once more, after the writers have added and removed entries.
+read-only once more, after the writers have added and removed entries. The longest figures of
+``before`` are left out.
 """
 
 from __future__ import annotations
@@ -20,17 +21,39 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from experiential.bank.folder import FolderBank
-from experiential.bank.index.embed import HashingEmbedder
 from experiential.bank.storage.journal import JOURNAL_NAME
 
-EMBEDDER = HashingEmbedder(384)
-SEARCHES = 200
-ADDS = 20
+DIMENSION, SEARCHES, ADDS = 384, 100, 20
+SESSION = 250_000
+"""Entries written by one process, which holds what it wrote in memory."""
+
+
+class Drawn:
+    """Draw the vector of a text, near one of 1,000 centres."""
+
+    id = "drawn"
+    centres = np.random.default_rng(0).standard_normal((1000, DIMENSION), dtype=np.float32)
+
+    def __call__(self, texts: list[str]) -> npt.NDArray[np.float32]:
+        """Return vectors of unit length, shape (n, 384)."""
+        made = np.empty((len(texts), DIMENSION), dtype=np.float32)
+        for row, one in enumerate(texts):
+            seed = zlib.crc32(one.encode())
+            made[row] = self.centres[seed % 1000]
+            made[row] += np.random.default_rng(seed).standard_normal(DIMENSION, dtype=np.float32)
+        return made / np.linalg.norm(made, axis=1, keepdims=True)
+
+
+EMBEDDER = Drawn()
 
 
 def text(number: int) -> str:
@@ -55,11 +78,11 @@ def memory(what: str) -> float:
     return int(line.split()[1]) / 1024
 
 
-def fill(folder: Path, count: int) -> None:
-    """Write a bank of ``count`` entries."""
+def fill(folder: Path, first: int, count: int) -> None:
+    """Write the entries of a bank from one on, in commits of 1,000 to 5,000."""
     with FolderBank(folder, embedder=EMBEDDER, store="exact") as bank:
-        step = max(1000, count // 100)
-        for start in range(0, count, step):
+        step = 5000 if count > 100_000 else 1000
+        for start in range(first, min(count, first + SESSION), step):
             bank.add_many(
                 [text(number) for number in range(start, min(count, start + step))],
                 task=f"task {start // step}",
@@ -95,10 +118,10 @@ def measure(folder: Path, *, read_only: bool) -> dict[str, float]:
     return found
 
 
-def measured(folder: Path, checkout: Path, mode: str) -> dict[str, float]:
+def measured(folder: Path, checkout: Path, mode: str, *more: int) -> dict[str, float]:
     """Return what a process with the code of ``checkout`` measures."""
     done = subprocess.run(
-        [sys.executable, __file__, "--measure", str(folder), mode],
+        [sys.executable, __file__, "--measure", str(folder), mode, *map(str, more)],
         env=os.environ | {"PYTHONPATH": str(checkout)},
         capture_output=True,
         text=True,
@@ -114,9 +137,8 @@ def compare(count: int, checkouts: dict[str, Path], repeats: int) -> dict[str, A
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "bank"
-        start = time.process_time()
-        fill(folder, count)
-        found["fill_ms_per_entry"] = cost(start) / count
+        for first in range(0, count, SESSION):
+            measured(folder, Path(__file__).parent.parent, "fill", first, count)
         size = sum(file.stat().st_size for file in folder.iterdir())
         found["disk_bytes_per_entry"] = size / count
         found["journal_bytes_per_entry"] = (folder / JOURNAL_NAME).stat().st_size / count
@@ -125,8 +147,11 @@ def compare(count: int, checkouts: dict[str, Path], repeats: int) -> dict[str, A
             runs = {name: list[dict[str, float]]() for name in checkouts}
             for _ in range(repeats):
                 for name, checkout in checkouts.items():
-                    runs[name].append(measured(folder, checkout, mode))
+                    if name == "now" or mode == "read_only" or (mode == "writer" and repeats > 1):
+                        runs[name].append(measured(folder, checkout, mode))
             for name, made in runs.items():
+                if not made:
+                    continue
                 least = {key: min(run[key] for run in made) for key in made[0]}
                 found.setdefault(name, {})[mode] = least
     return found
@@ -146,10 +171,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--before", type=Path, help="working copy to compare with")
     parser.add_argument("--results", type=Path)
-    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)  # folder and mode
+    parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)  # folder and mode
     arguments = parser.parse_args()
     if arguments.measure is not None:
-        folder, mode = arguments.measure
+        folder, mode, *numbers = arguments.measure
+        if mode == "fill":
+            fill(Path(folder), *map(int, numbers))
+            print("{}")
+            return
         print(json.dumps(measure(Path(folder), read_only=mode != "writer")))
         return
     checkouts = {"now": Path(__file__).parent.parent}

@@ -69,7 +69,7 @@ from experiential.bank.state import (
 )
 from experiential.bank.storage.checksums import Damage
 from experiential.bank.storage.group_commit import Group, GroupCommit
-from experiential.bank.storage.in_place import Since, fits, read_since, read_stamp
+from experiential.bank.storage.in_place import Since, Unchained, fits, read_since, read_stamp
 from experiential.bank.storage.journal import (
     JOURNAL_NAME,
     Journal,
@@ -298,6 +298,7 @@ class FolderBank(StateReader, Bank, Shared):
         nearest = Nearest.of(Layered(partial(Snapshot.of, mapped), mapped.row, since.changed))
         self._state = State(MappedEntries(mapped, live), since.statistics, nearest)
         self.head, self._chain = since.head, since.chain
+        self._journal.before_open = Unchained(self.path, since.chain).rows
 
     def _show_copy(self) -> None:
         """Go on with the copy of the journal just made, if it is damaged or of another state."""
@@ -334,7 +335,8 @@ class FolderBank(StateReader, Bank, Shared):
                 if state.nearest.is_large:  # the vectors are in the store and in the journal
                     live = self._history.live(self.head)
                     entries, vectors = live.table(), iter(live.vectors)
-                write_mapped(file, stamp, entries, vectors)
+                gone = set(self._history.entry_ids()).difference(entries)
+                write_mapped(file, stamp, entries, vectors, sorted(gone))
             except (OSError, BankError) as error:  # readers then read the journal
                 _log.warning("%s could not be written: %s", file.name, error)
 
@@ -502,7 +504,14 @@ class FolderBank(StateReader, Bank, Shared):
 
     def ids(self) -> list[str]:
         """Return the ids of all entries there ever were, and of all recorded trajectories."""
-        return self._history.ids()
+
+        def ids() -> list[str]:
+            entries = self._state.entries
+            if not isinstance(entries, MappedEntries):
+                return self._history.ids()
+            return sorted(entries.ids().union(self._ledger.ids()))
+
+        return self._reading(ids)
 
     def generation(self, id: str) -> Generation | None:
         return self._history.generation(id)

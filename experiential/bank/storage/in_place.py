@@ -7,24 +7,32 @@ of the file, is left to `Journal.open_copy`, which checks everything and names w
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from experiential.bank.storage.checksums import TABLES, UNREADABLE, at, checksum, link, parsed
 from experiential.bank.storage.journal import JOURNAL_NAME, SCHEMA_VERSION, Journal, id_beside
 from experiential.bank.storage.mapped import Stamp
-from experiential.bank.storage.tables import Stored, origins_of
+from experiential.bank.storage.tables import STORED, Stored, origins_of
 from experiential.errors import BankError
 from experiential.types import Experience, Statistics
 
 _BANK_ID = ("", "bank")
 _FACTS = ("embedder", "embedder_name", "dimension")
+_UNCHAINED = set(TABLES) - {"meta", "commits", "changes", "versions"}
+_NAMED = re.compile(r"\b(?:FROM|JOIN)\s+(\w+)")
+T = TypeVar("T")
+_STATE = """
+    SELECT id, chain, COALESCE((SELECT MAX(seq) FROM changes), 0),
+        COALESCE((SELECT MAX(id) FROM commits WHERE namespace = ?), 0)
+    FROM commits ORDER BY id DESC LIMIT 1"""
 
 
 class Since(NamedTuple):
@@ -51,14 +59,11 @@ class _Unproved(BankError):
 
 def read_stamp(journal: Journal, namespace: str) -> Stamp | None:
     """Return the present state of a journal; None where there is no commit."""
-    last = journal.rows("SELECT id, chain FROM commits ORDER BY id DESC LIMIT 1")
+    last = journal.rows(_STATE, namespace)  # at once: another namespace may be written meanwhile
     if not last:
         return None
-    [(commit, chain)] = last
-    seq = journal.value("SELECT COALESCE(MAX(seq), 0) FROM changes")
-    head = journal.value("SELECT MAX(id) FROM commits WHERE namespace = ?", namespace) or 0
-    facts = _facts(namespace, journal.rows)
-    return Stamp(namespace, commit, chain.hex(), seq, head, facts)
+    [(commit, chain, seq, head)] = last
+    return Stamp(namespace, commit, chain.hex(), seq, head, _facts(namespace, journal.rows))
 
 
 def fits(journal: Journal, stamp: Stamp) -> bool:
@@ -89,9 +94,71 @@ def read_since(folder: Path, stamp: Stamp, *, most: int) -> Since | None:
     No byte of the folder changes. Beside a writer, or after one that was killed, the write-ahead
     log is read too, by SQLite's own locks; else the file alone, which is whole.
     """
-    file = folder / JOURNAL_NAME
     if id_beside(folder) not in ("", stamp.facts["bank"]):
         return None
+    return _in_place(folder, lambda connection: _since(connection, stamp, most))
+
+
+class Unchained:
+    """Answer statements from the tables that no chain covers, where the journal lies.
+
+    Each row that a statement reads is compared with its checksum, and SQLite checks the pages of
+    each table once: that is all that a full check does for these tables. Single versions, too, are
+    read by their key.
+
+    Args:
+        folder: of the bank.
+        chain: the last chain value of the journal; nothing is answered from a later state.
+    """
+
+    def __init__(self, folder: Path, chain: bytes) -> None:
+        self._folder = folder
+        self._chain = chain
+        self._checked: set[str] = set()
+
+    def rows(self, statement: str, arguments: Sequence[Any]) -> list[Any] | None:
+        """Return all rows of a statement; None where only a checked copy can tell."""
+        tables = set(_NAMED.findall(statement))
+        is_by_key = statement == STORED
+        if not tables or not (is_by_key or tables <= _UNCHAINED):
+            return None
+        found = _in_place(
+            self._folder, lambda connection: self._rows(connection, tables, statement, arguments)
+        )
+        return found or None if is_by_key else found  # a version that is missing may be damaged
+
+    def _rows(
+        self,
+        connection: sqlite3.Connection,
+        tables: set[str],
+        statement: str,
+        arguments: Sequence[Any],
+    ) -> list[Any] | None:
+        last = connection.execute("SELECT chain FROM commits ORDER BY id DESC LIMIT 1").fetchone()
+        if last is None or last[0] != self._chain:
+            return None
+        connection.create_function("prove", -1, _prove)
+        for table in tables:
+            if table not in self._checked and statement != STORED:
+                if connection.execute(f"PRAGMA integrity_check({table})").fetchone()[0] != "ok":
+                    return None
+                self._checked.add(table)
+            columns = ", ".join(TABLES[table])
+            connection.execute(  # in place of the table: every row that is read is proved
+                f"CREATE TEMP VIEW {table} AS SELECT rowid AS rowid, {columns} FROM main.{table}"
+                f" WHERE prove('{table}', checksum, {columns})"
+            )
+        return connection.execute(statement, arguments).fetchall()
+
+
+def _prove(table: str, own: bytes, *fields: Any) -> bool:
+    if checksum(table, fields) != own:
+        raise _Unproved
+    return True
+
+
+def _in_place(folder: Path, look: Callable[[sqlite3.Connection], T | None]) -> T | None:
+    file = folder / JOURNAL_NAME
     try:
         log = Path(f"{file}-wal")
         has_log = log.is_file() and log.stat().st_size > 0
@@ -103,8 +170,9 @@ def read_since(folder: Path, stamp: Stamp, *, most: int) -> Since | None:
         with closing(
             sqlite3.connect(address, uri=True, isolation_level=None, timeout=5.0)
         ) as connection:
+            connection.execute("PRAGMA temp_store=MEMORY")
             connection.execute("BEGIN")
-            found = _since(connection, stamp, most)
+            found = look(connection)
         after = file.stat()
     except (*UNREADABLE, OSError, ValueError, BankError):
         return None

@@ -118,6 +118,8 @@ class Journal:
     Attributes:
         attached: the statement that ends the next transaction of each thread. Whoever takes one
             out must write it.
+        before_open: answers statements as long as the copy of ``open_copy`` is not made; None for
+            those that it cannot answer, for which the copy is made.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class Journal:
         self.attached: dict[int, Attached] = {}
         self._connect = connect
         self._on_open = on_open
+        self.before_open: Callable[[str, tuple[Any, ...]], list[Any] | None] | None = None
         self._held: Opened | None = None
         self._open = True
         if on_open is None:
@@ -200,6 +203,10 @@ class Journal:
 
     def rows(self, statement: str, *arguments: Any) -> list[Any]:
         """Return all rows of one statement."""
+        if self._held is None and self.before_open is not None:
+            found = self.before_open(statement, arguments)
+            if found is not None:
+                return found
         return self.read(sqlite3.Cursor.fetchall, statement, *arguments)
 
     def read(self, take: Callable[[sqlite3.Cursor], T], statement: str, *arguments: Any) -> T:

@@ -66,7 +66,13 @@ def mapped_file(folder: Path, namespace: str) -> Path:
     return folder / f"entries-{hashlib.sha256(namespace.encode()).hexdigest()[:16]}.map"
 
 
-def write(file: Path, stamp: Stamp, entries: Mapping[str, Live], vectors: Iterable[Floats]) -> None:
+def write(
+    file: Path,
+    stamp: Stamp,
+    entries: Mapping[str, Live],
+    vectors: Iterable[Floats],
+    gone: Iterable[str],
+) -> None:
     """Write the file anew; a process that has the old one open keeps that.
 
     Args:
@@ -74,6 +80,7 @@ def write(file: Path, stamp: Stamp, entries: Mapping[str, Live], vectors: Iterab
         stamp: the state that it has.
         entries: the live ones, oldest first.
         vectors: those of the entries, in this order.
+        gone: ids of entries that were removed.
     """
     labels: dict[str, list[int]] = {}
     for row, live in enumerate(entries.values()):
@@ -110,6 +117,7 @@ def write(file: Path, stamp: Stamp, entries: Mapping[str, Live], vectors: Iterab
         out.add("label_rows", "<u4", [np.array(rows, "<u4")])
         ends = [np.array(_ends(len(held) for _, held in named), "<u8")]
         out.add("label_row_ends", "<u8", ends)
+        out.add("gone", "|u1", [json.dumps(list(gone)).encode()])
         table = {"stamp": stamp._asdict(), "count": len(entries), "sections": out.table}
         head = json.dumps(table).encode()
         sums = np.array(out.finished(), "<u4").tobytes()
@@ -271,6 +279,12 @@ class Mapped(Sequence[Live]):
         texts = _Texts(self._array("labels"), self._array("label_ends"))
         return _Labels(texts, self._array("label_rows"), self._array("label_row_ends"))
 
+    def ids(self) -> set[str]:
+        """Return the ids of all entries there ever were."""
+        self.check_texts()
+        live = {self.id(row) for row in range(self._count)}
+        return live.union(json.loads(self._array("gone").tobytes()))
+
     def __len__(self) -> int:
         return self._count
 
@@ -369,6 +383,10 @@ class MappedEntries(Mapping[str, Live]):
         self._gone = sum(
             live is None and rows[id] is not None for id, live in self._changed.items()
         )
+
+    def ids(self) -> set[str]:
+        """Return the ids of all entries there ever were."""
+        return self.mapped.ids().union(self._changed)
 
     def over(self, changed: Mapping[str, Live | None]) -> MappedEntries:
         """Return the entries with further changes."""

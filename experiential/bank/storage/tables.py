@@ -107,6 +107,8 @@ _AT_ONCE = 1024
 _POINTED = "SELECT id, version FROM changes WHERE namespace = ? AND commit_id <= ? ORDER BY seq"
 # Positions grow with commits, so only changes since the earlier commit are looked at. The + keeps
 # SQLite from an index over all entries.
+STORED = """
+    SELECT record, vector, origins FROM versions WHERE namespace = ? AND id = ? AND version = ?"""
 _TOUCHED = """
     WITH bounds AS (SELECT
         COALESCE((SELECT seq FROM changes WHERE +namespace = ?1 AND commit_id <= ?2
@@ -276,10 +278,13 @@ class History:
 
     def stored(self, id: str, version: int) -> Stored | None:
         """Return one version of one entry, live or not."""
-        statement = "SELECT record, vector, origins FROM versions"
-        statement += " WHERE namespace = ? AND id = ? AND version = ?"
-        rows = self._journal.rows(statement, self._namespace, id, version)
+        rows = self._journal.rows(STORED, self._namespace, id, version)
         return _stored(rows[0]) if rows else None
+
+    def entry_ids(self) -> list[str]:
+        """Return the ids of all entries there ever were."""
+        statement = "SELECT DISTINCT id FROM changes WHERE namespace = ?"
+        return [row[0] for row in self._journal.rows(statement, self._namespace)]
 
     def last_version(self, id: str) -> int:
         """Return the highest version that an entry ever had; 0 if it never existed."""
