@@ -3,6 +3,7 @@
 import random
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -13,6 +14,7 @@ import experiential as xp
 from experiential.bank import folder as folder_module
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.folder import FolderBank
+from experiential.bank.records import Asked
 from experiential.bank.storage import checkup, erase, journal, mapped
 from experiential.bank.storage.journal import BANK_ID_NAME, JOURNAL_NAME
 from experiential.bank.storage.mapped import Mapped, mapped_file
@@ -395,3 +397,80 @@ def test_entries_above_the_store_are_mapped_too(tmp_path, monkeypatch):
             "lesson 0",
             "lesson 19",
         ]
+
+
+def played(bank, number, use):
+    used = (xp.Use(experience_id=use.id, experience_version=use.version),)
+    bank.submit(xp.Trajectory(id=f"e{number}", task="t", success=number % 2 == 0, uses=used))
+
+
+def told(bank):
+    """Return what a bank answers from the tables that no chain covers."""
+    entries = list(bank.entries())
+    asked = [Asked(id=one.id, version=one.version, query="lesson") for one in entries[:5]]
+    return (
+        bank.standings(asked),
+        bank.queue.counts(),
+        bank.episodes(),
+        bank.trajectory("e1"),
+        [bank.used_in(one.id) for one in entries[:5]],
+        sorted(bank.ids()),
+        bank.version(entries[0].id, 1),
+    )
+
+
+@pytest.fixture
+def episodes(tmp_path):
+    """Return a folder with episodes, an entry that was rewritten and one that was removed."""
+    with ExperienceBank(tmp_path / "bank", embedder="hashing", store="exact") as bank:
+        entries = bank.add_many([f"lesson {n}" for n in range(20)])
+        for number in range(30):
+            played(bank, number, entries[number % 5])
+        bank.update(entries[0].id, "better")
+        bank.remove(entries[19].id)
+    return tmp_path / "bank"
+
+
+def test_evidence_and_ids_are_read_without_a_copy(episodes, tmp_path, copies):
+    with ExperienceBank(without(episodes, tmp_path / "plain"), read_only=True) as plain:
+        wanted = told(plain)
+    copies.clear()
+    with ExperienceBank(episodes, read_only=True) as reader:
+        assert told(reader) == wanted and not copies
+        with ExperienceBank(episodes) as writer:  # from now on there is another state
+            played(writer, 31, next(writer.entries()))
+        assert len(reader.episodes()) == 31 and copies == [episodes]
+    with pytest.raises(BankError, match="closed"):
+        reader.episodes()
+
+
+@pytest.mark.parametrize("table", ["uses", "trajectories", "queue", "versions"])
+def test_a_damaged_row_is_named_by_what_reads_it(episodes, table):
+    connection = sqlite3.connect(episodes / JOURNAL_NAME)
+    column = {"queue": "attempts", "versions": "commit_id"}.get(table, "success")
+    place = "rowid = (SELECT MIN(rowid) FROM main." + table + ")"
+    with connection:
+        connection.execute(f"UPDATE {table} SET {column} = 7 WHERE {place}")
+    connection.close()
+    with ExperienceBank(episodes, read_only=True) as reader:
+        found = told(reader)
+        assert table in {one.table for one in reader.damage}
+        assert told(reader) == found  # all of it as the checked copy has it
+
+
+def test_pages_that_hide_rows_are_noticed(episodes, copies):
+    with ExperienceBank(episodes, read_only=True) as reader:
+        wanted = reader.episodes()
+    connection = sqlite3.connect(episodes / JOURNAL_NAME)
+    statement = "SELECT rootpage FROM sqlite_master WHERE name = 'trajectories'"
+    page = connection.execute(statement).fetchone()[0]
+    connection.close()
+    raw = bytearray((episodes / JOURNAL_NAME).read_bytes())
+    count = (page - 1) * 4096 + 3  # of the cells, or of the pages below
+    raw[count : count + 2] = (int.from_bytes(raw[count : count + 2], "big") - 1).to_bytes(2, "big")
+    (episodes / JOURNAL_NAME).write_bytes(raw)
+    with ExperienceBank(episodes, read_only=True) as reader:
+        assert len(reader) == 19
+        with pytest.raises(BankError, match="recover"):
+            reader.episodes()
+    assert wanted and copies

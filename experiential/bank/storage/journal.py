@@ -203,7 +203,7 @@ class Journal:
 
     def rows(self, statement: str, *arguments: Any) -> list[Any]:
         """Return all rows of one statement."""
-        if self._held is None and self.before_open is not None:
+        if self._open and self._held is None and self.before_open is not None:
             found = self.before_open(statement, arguments)
             if found is not None:
                 return found
