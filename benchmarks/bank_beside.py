@@ -253,7 +253,8 @@ def run(name: str, table: Vector, folder: Path, *, fill: bool) -> dict[str, floa
         return {"fill_ms_per_entry": cost(begin) / count}
     importlib.import_module(arm.package)
     before, begin = memory("RssAnon"), time.process_time()
-    search, add = arm.open(folder, table)
+    opened = arm.open(folder, table)
+    search, add = opened.search, opened.add
     search(count)
     found = {"open_ms": cost(begin), "open_mib": memory("RssAnon") - before}
     recall, times = list[float](), list[float]()
