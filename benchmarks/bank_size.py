@@ -1,7 +1,7 @@
 """Measure what a bank costs as it grows: opening, searching, adding, memory and disk.
 
     python -m benchmarks.bank_size [--sizes 10000 100000 1000000] [--before CHECKOUT]
-        [--results benchmarks/results/bank_size.json]
+        [--drawn] [--results benchmarks/results/bank_size.json]
 
 Each figure is taken in fresh processes, the least of ``--repeats``; one from 1,000,000 entries.
 With ``--before``, the folder of another working copy of the project, its code opens the same
@@ -30,9 +30,10 @@ import numpy as np
 import numpy.typing as npt
 
 from experiential.bank.folder import FolderBank
+from experiential.bank.index.embed import Embedder, HashingEmbedder
 from experiential.bank.storage.journal import JOURNAL_NAME
 
-DIMENSION, SEARCHES, ADDS = 384, 100, 20
+DIMENSION, SEARCHES, ADDS = 384, 200, 20
 SESSION = 250_000
 """Entries written by one process, which holds what it wrote in memory."""
 
@@ -51,9 +52,6 @@ class Drawn:
             made[row] = self.centres[seed % 1000]
             made[row] += np.random.default_rng(seed).standard_normal(DIMENSION, dtype=np.float32)
         return made / np.linalg.norm(made, axis=1, keepdims=True)
-
-
-EMBEDDER = Drawn()
 
 
 def text(number: int) -> str:
@@ -78,9 +76,9 @@ def memory(what: str) -> float:
     return int(line.split()[1]) / 1024
 
 
-def fill(folder: Path, first: int, count: int) -> None:
+def fill(folder: Path, embedder: Embedder, first: int, count: int) -> None:
     """Write the entries of a bank from one on, in commits of 1,000 to 5,000."""
-    with FolderBank(folder, embedder=EMBEDDER, store="exact") as bank:
+    with FolderBank(folder, embedder=embedder, store="exact") as bank:
         step = 5000 if count > 100_000 else 1000
         for start in range(first, min(count, first + SESSION), step):
             bank.add_many(
@@ -89,10 +87,10 @@ def fill(folder: Path, first: int, count: int) -> None:
             )
 
 
-def measure(folder: Path, *, read_only: bool) -> dict[str, float]:
+def measure(folder: Path, embedder: Embedder, *, read_only: bool) -> dict[str, float]:
     """Open a bank once, use it, and return the figures."""
     before, peak, start = memory("RssAnon"), memory("VmHWM"), time.process_time()
-    with FolderBank(folder, embedder=EMBEDDER, read_only=read_only) as bank:
+    with FolderBank(folder, embedder=embedder, read_only=read_only) as bank:
         found = {"open_ms": cost(start), "open_mib": memory("RssAnon") - before}
         found["open_peak_mib"] = memory("VmHWM") - peak
         count, times = len(bank), list[float]()
@@ -118,10 +116,18 @@ def measure(folder: Path, *, read_only: bool) -> dict[str, float]:
     return found
 
 
-def measured(folder: Path, checkout: Path, mode: str, *more: int) -> dict[str, float]:
+def measured(folder: Path, checkout: Path, drawn: bool, mode: str, *more: int) -> dict[str, float]:
     """Return what a process with the code of ``checkout`` measures."""
     done = subprocess.run(
-        [sys.executable, __file__, "--measure", str(folder), mode, *map(str, more)],
+        [
+            sys.executable,
+            __file__,
+            *["--drawn"] * drawn,
+            "--measure",
+            str(folder),
+            mode,
+            *map(str, more),
+        ],
         env=os.environ | {"PYTHONPATH": str(checkout)},
         capture_output=True,
         text=True,
@@ -132,13 +138,13 @@ def measured(folder: Path, checkout: Path, mode: str, *more: int) -> dict[str, f
     return json.loads(done.stdout)
 
 
-def compare(count: int, checkouts: dict[str, Path], repeats: int) -> dict[str, Any]:
+def compare(count: int, checkouts: dict[str, Path], repeats: int, drawn: bool) -> dict[str, Any]:
     """Fill a bank, and return the figures of each checkout, read-only and as a writer."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "bank"
         for first in range(0, count, SESSION):
-            measured(folder, Path(__file__).parent.parent, "fill", first, count)
+            measured(folder, Path(__file__).parent.parent, drawn, "fill", first, count)
         size = sum(file.stat().st_size for file in folder.iterdir())
         found["disk_bytes_per_entry"] = size / count
         found["journal_bytes_per_entry"] = (folder / JOURNAL_NAME).stat().st_size / count
@@ -148,7 +154,7 @@ def compare(count: int, checkouts: dict[str, Path], repeats: int) -> dict[str, A
             for _ in range(repeats):
                 for name, checkout in checkouts.items():
                     if name == "now" or mode == "read_only" or (mode == "writer" and repeats > 1):
-                        runs[name].append(measured(folder, checkout, mode))
+                        runs[name].append(measured(folder, checkout, drawn, mode))
             for name, made in runs.items():
                 if not made:
                     continue
@@ -169,24 +175,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--drawn", action="store_true", help="draw vectors, which is quicker")
     parser.add_argument("--before", type=Path, help="working copy to compare with")
     parser.add_argument("--results", type=Path)
     parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)  # folder and mode
     arguments = parser.parse_args()
+    embedder: Embedder = Drawn() if arguments.drawn else HashingEmbedder(DIMENSION)
     if arguments.measure is not None:
         folder, mode, *numbers = arguments.measure
         if mode == "fill":
-            fill(Path(folder), *map(int, numbers))
+            fill(Path(folder), embedder, *map(int, numbers))
             print("{}")
             return
-        print(json.dumps(measure(Path(folder), read_only=mode != "writer")))
+        print(json.dumps(measure(Path(folder), embedder, read_only=mode != "writer")))
         return
     checkouts = {"now": Path(__file__).parent.parent}
     if arguments.before is not None:
         checkouts["before"] = arguments.before.resolve()
     found: dict[str, Any] = {}
     for count in arguments.sizes:
-        found[str(count)] = rounded(compare(count, checkouts, arguments.repeats))
+        found[str(count)] = rounded(compare(count, checkouts, arguments.repeats, arguments.drawn))
         print(count, json.dumps(found[str(count)]), flush=True)
         if arguments.results is not None:
             arguments.results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
