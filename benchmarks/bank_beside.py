@@ -310,6 +310,10 @@ def main() -> None:
             for name in arguments.arms:
                 if importlib.util.find_spec(ARMS[name].package) is None:
                     continue
+                if name == "sqlite-vec" and not hasattr(
+                    sqlite3.Connection, "enable_load_extension"
+                ):
+                    continue  # this Python was built without extensions of SQLite
                 folder = Path(scratch) / name.replace(" ", "-")
                 folder.mkdir()
                 found = measured(name, table, folder, "fill")

@@ -336,7 +336,7 @@ def test_a_kill_while_the_file_is_written_leaves_the_old_one(tmp_path):
     assert place(folder).read_bytes() == old and part.exists()
     with ExperienceBank(folder, read_only=True) as bank:
         assert [entry.text for entry in bank.entries()] == ["first", "second"]
-    erase.drop_index(folder)
+    erase.drop_mapped(folder)
     assert not part.exists() and not place(folder).exists()
 
 

@@ -221,10 +221,15 @@ def vacuum(journal: Journal) -> None:
     journal.rows("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
-def drop_index(folder: Path) -> None:
-    """Remove what is derived from the journal of a folder; an opened bank makes its own again."""
+def drop_mapped(folder: Path) -> None:
+    """Remove the entries that readers map for good, those half written as well."""
     for file in folder.glob(PATTERN):
         file.unlink()
+    keep_names(folder)
+
+
+def drop_index(folder: Path) -> None:
+    """Remove the index stores of a folder for good; an opened bank makes its own again."""
     for pattern in ("chroma", "chroma.damaged-*", "index-*"):
         for place in folder.glob(pattern):
             shutil.rmtree(place)
