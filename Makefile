@@ -10,9 +10,11 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 MODEL ?= tiny
 OUTPUT ?= runs/quickstart
-# The tiny model trains whole; anything larger trains two adapters over one frozen base, on less of everything.
-LARGER := 'model.lora={rank: 8}' model.gradient_checkpointing=true extractor.max_tokens=96 extractor.max_operations=1 extractor.temperature=0.7 actor.options.advice=observation actor.groups=2 actor.group_size=4 extractor.batch_size=4 eval.worlds=8 eval.visits=3 run.minutes=8 actor.optim.tokens_per_micro_batch=1024 extractor.optim.tokens_per_micro_batch=1024
-SIZE ?= $(if $(filter tiny,$(MODEL)),,$(LARGER))
+# The tiny model trains whole. SmolLM2 has a recipe; anything else trains two adapters over one frozen base, on less of everything.
+LARGER := complementary 'model.lora={rank: 8}' model.gradient_checkpointing=true extractor.max_tokens=96 extractor.max_operations=1 extractor.temperature=0.7 actor.options.advice=observation actor.groups=2 actor.group_size=4 extractor.batch_size=4 eval.worlds=8 eval.visits=3 run.minutes=8 actor.optim.tokens_per_micro_batch=1024 extractor.optim.tokens_per_micro_batch=1024
+RECIPE_tiny := complementary
+RECIPE_smollm2 = benchmarks/smollm2_quickstart.yaml bank.path=$(OUTPUT)-records
+RECIPE ?= $(or $(RECIPE_$(MODEL)),$(LARGER))
 ARGS ?=
 STAMP := $(VENV)/.installed
 # Whether an environment is one and each package in it was installed to its end, which RECORD marks; an interrupted one is made again.
@@ -58,7 +60,8 @@ $(ALFWORLD_STAMP): $(STAMP)
 	@touch $@
 
 quickstart: install  ## train and evaluate on Vault in a few minutes; MODEL=tiny|smollm2|folder
-	@$(BIN)/experiential-train --recipe complementary --output $(OUTPUT) --overwrite bank.keep=2 model.name=$(MODEL) $(SIZE) $(ARGS)
+	@$(if $(filter smollm2,$(MODEL)),$(BIN)/python -m benchmarks.smollm2_reader bank $(OUTPUT)-records)
+	@$(BIN)/experiential-train --recipe $(RECIPE) --output $(OUTPUT) --overwrite bank.keep=2 model.name=$(MODEL) $(ARGS)
 
 test: install  ## the fast tests
 	@$(PYTEST) -m "not slow and not cluster" -n $(WORKERS) --dist loadfile $(ARGS)

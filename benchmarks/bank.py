@@ -1,8 +1,8 @@
 """Measure how fast the bank is, as ratios within one run.
 
     pip install faiss-cpu  # the yardstick; without it a plain NumPy product stands in
-    python -m benchmarks.bank [--sizes 1000 10000 20000 100000]
-        [--results benchmarks/results/bank.json]
+    python -m benchmarks.bank [--sizes 1000 10000 20000 100000] [--only crowd ...]
+        [--before CHECKOUT] [--results benchmarks/results/bank.json]
 
 * ``search``: a batch of 512 queries, 384 numbers each, ten hits: from vectors (the resident index
   or, in a large bank, what the bank uses), and from text with a warm cache, beside an exact FAISS
@@ -11,9 +11,13 @@
   threads; ``distinct`` ones, and ``groups`` of eight that ask the same, as the members of a group
   do; and ``spread`` over one second, as 512 environments ask; milliseconds at the median and the
   99th percentile, with the selection of training and with ``evidence``.
-* ``crowd``: processor milliseconds of 512 different queries at one moment, as tasks and from
-  vectors alone, with rounded vectors first and with all compared in float32, in turn; and how many
-  of the queries have other hits.
+* ``crowd``: processor milliseconds, garbage collection included, of 512 different queries at one
+  moment, and their latency: as tasks of one event loop by three strategies, from threads, and from
+  vectors alone, with rounded vectors first and with all compared in float32; of one query
+  (``one_*``, the mean of a hundred); and of parts that nothing can save: the product of rounded
+  vectors, 512 futures, and the look-up of cached vectors. All take turns. With ``--before``, the
+  folder of another working copy, its code takes turns with this one. ``other_hits`` counts the
+  queries that have other hits by rounding.
 * ``writes``: durable adds a second one by one, in one commit, by 4 and by 64 threads; beside
   one-by-one adds to Chroma; and the 99th percentile of a search while four threads write, over the
   same without.
@@ -21,7 +25,8 @@
 * ``step``: microseconds that the wrapper adds to an environment step without retrieval.
 
 Arms alternate and each figure is the best of several repeats: other work on the machine makes
-things slower, never faster.
+things slower, never faster. ``--only`` measures some parts (a size, or a name above) and keeps the
+others of the results as they are.
 """
 
 from __future__ import annotations
@@ -31,7 +36,9 @@ import asyncio
 import gc
 import importlib.util
 import json
+import os
 import resource
+import subprocess
 import sys
 import tempfile
 import threading
@@ -55,7 +62,10 @@ from experiential.envs.text_env import UnicodeText
 from experiential.wrappers.experience import ExperienceWrapper
 
 DIMENSION, QUERIES, HITS, REPEATS = 384, 512, 10, 5
-_PARTS = ("vectors", "diverse", "evidence")
+_STRATEGIES = ("diverse", "nearest", "evidence")
+_ONE = tuple(f"one_{strategy}" for strategy in _STRATEGIES)
+_CROWD = (*_STRATEGIES, "diverse_threads", "vectors", "vectors_float32")
+_FLOORS = ("product", "futures", "embedding")
 
 
 class Lookup:
@@ -192,46 +202,128 @@ def concurrent(count: int, folder: Path) -> dict[str, dict[str, float]]:
     return found
 
 
-def crowd(count: int, folder: Path) -> dict[str, Any]:
-    """Measure the processor time of 512 queries, with integers first and without, in turn."""
+def crowd(count: int, parts: Sequence[str], before: Path | None) -> dict[str, Any]:
+    """Measure parts of a crowd with this code and, in turn, with that of another working copy."""
+    checkouts = {"now": Path(__file__).parent.parent} | ({"before": before} if before else {})
+    children = {
+        name: subprocess.Popen(
+            [sys.executable, __file__, "--serve-crowd", str(count)],
+            env=os.environ | {"PYTHONPATH": str(checkout)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name, checkout in checkouts.items()
+    }
+    found: dict[str, Any] = {part: {name: [] for name in checkouts} for part in parts}
+
+    def ask(name: str, part: str) -> Any:
+        ends = children[name].stdin, children[name].stdout
+        assert ends[0] is not None and ends[1] is not None
+        ends[0].write(f"{part}\n")
+        ends[0].flush()
+        return json.loads(ends[1].readline())
+
+    for repeat in range(4 * REPEATS + 1):
+        for part in parts:
+            for name in sorted(checkouts, reverse=bool(repeat % 2)):
+                run = ask(name, part)
+                if repeat:  # the first warms up
+                    found[part][name].append(run)
+    for part, runs in found.items():
+        for name, made in runs.items():
+            runs[name] = {f"{key}_min": min(one[key] for one in made) for key in made[0]}
+            runs[name]["cpu_ms_median"] = float(np.median([one["cpu_ms"] for one in made]))
+        if before:
+            runs["cpu_ratio"] = runs["now"]["cpu_ms_min"] / runs["before"]["cpu_ms_min"]
+            found[part] = runs
+    found |= ask("now", "other_hits")
+    for child in children.values():
+        child.communicate()
+    return found
+
+
+def serve_crowd(count: int, folder: Path) -> None:
+    """Measure each part whose name comes in, in the process that the measurement started."""
     lookup = Lookup(count + QUERIES)
     asked, queries = [str(count + i) for i in range(QUERIES)], lookup.table[count:]
-    quick, arms = coarse.int8_product, ("float32", "rounded")
-    spent: dict[str, list[float]] = {f"{part}_{arm}": [] for part in _PARTS for arm in arms}
-    hits: dict[str, list[list[tuple[str, float]]]] = {}
-    with ExperienceBank(folder / "bank", embedder=lookup) as bank:
+    quick, scopes = coarse.int8_product, [Scope()] * QUERIES
+    with ExperienceBank(folder / "bank", embedder=lookup) as bank, ThreadPoolExecutor(64) as pool:
         bank.add_many([str(i) for i in range(count)])
+        bank.flush_index()
         state = bank._state  # pyright: ignore[reportPrivateUsage]
-        scopes = [Scope()] * QUERIES
-        work: dict[str, Callable[[], object]] = {
-            "vectors": lambda: state.nearest.search(queries, 16, lambda: state.entries, scopes)
+        work: dict[str, Callable[[], Any]] = {
+            "vectors": lambda: state.nearest.search(queries, 16, lambda: state.entries, scopes),
+            "futures": lambda: asyncio.run(_futures()),
+            "embedding": lambda: bank.embedder(asked),
         }
-        for strategy in ("diverse", "evidence"):
+        work["vectors_float32"] = work["vectors"]
+        if (product := quick()) is not None:
+            left = np.zeros((count, DIMENSION), np.uint8)
+            right = np.zeros((DIMENSION, QUERIES), np.int8)
+            parts = [left[start : start + 1024] for start in range(0, count, 1024)]
+            work["product"] = lambda: [len(product(part, right)) for part in parts]
+        for strategy in _STRATEGIES:
             manager = ExperienceManager(
                 bank, retrieval={"floor": -1.0, "strategy": strategy}, share_queue=False
             )
             work[strategy] = lambda manager=manager: asyncio.run(_tasks(manager, asked))
-        for _ in range(2 * REPEATS):
-            for arm in arms:
-                coarse.int8_product = quick if arm == "rounded" else lambda: None
-                rows = bank.search(asked, k=HITS)
-                hits[arm] = [[(one.experience.id, one.score) for one in row] for row in rows]
-                for part in _PARTS:
-                    begin = time.process_time()
-                    work[part]()
-                    spent[f"{part}_{arm}"].append(time.process_time() - begin)
-    found = {f"{name}_cpu_ms": min(of) * 1e3 for name, of in spent.items()}
-    ratios = {
-        f"{part}_ratio": found[f"{part}_rounded_cpu_ms"] / found[f"{part}_float32_cpu_ms"]
-        for part in _PARTS
-    }
-    pairs = zip(hits["float32"], hits["rounded"], strict=True)
+            work[f"{strategy}_threads"] = lambda manager=manager: list(
+                pool.map(partial(_timed, manager), asked)
+            )
+            work[f"one_{strategy}"] = lambda manager=manager: [
+                _timed(manager, one) for one in asked[:100]
+            ]
+        for line in sys.stdin:
+            part = line.strip()
+            if part == "other_hits":
+                answer: dict[str, float] = _other_hits(bank, asked)
+            else:
+                coarse.int8_product = (lambda: None) if part.endswith("float32") else quick
+                begin = time.process_time()
+                seconds = work[part]()
+                spent = (time.process_time() - begin) * 1e3
+                answer = {"cpu_ms": spent / 100 if part.startswith("one_") else spent}
+                if part.removeprefix("one_").removesuffix("_threads") in _STRATEGIES:
+                    times = np.array(seconds)
+                    for name, quantile in (("p50_ms", 0.5), ("p99_ms", 0.99)):
+                        answer[name] = float(np.quantile(times, quantile)) * 1e3
+                coarse.int8_product = quick
+            sys.stdout.write(f"{json.dumps(answer)}\n")
+            sys.stdout.flush()
+
+
+def _other_hits(bank: FolderBank, asked: Sequence[str]) -> dict[str, float]:
+    """Compare the hits with rounded vectors first with those of float32 alone."""
+    quick, rows = coarse.int8_product, list[list[list[tuple[str, float]]]]()
+    for arm in (quick, lambda: None):
+        coarse.int8_product = arm
+        found = bank.search(list(asked), k=HITS)
+        rows.append([[(one.experience.id, one.score) for one in row] for row in found])
+    coarse.int8_product = quick
     gaps = [
         max((abs(one[1] - other[1]) for one, other in zip(*row, strict=True) if one[0] != other[0]))
-        for row in pairs
+        for row in zip(*rows, strict=True)
         if [id for id, _ in row[0]] != [id for id, _ in row[1]]
     ]
-    return {**found, **ratios, "other_hits": len(gaps), "their_largest_gap": max(gaps, default=0.0)}
+    return {"other_hits": len(gaps), "their_largest_gap": max(gaps, default=0.0)}
+
+
+async def _futures() -> None:
+    """Let as many tasks as there are queries wait for a future each."""
+    loop = asyncio.get_running_loop()
+    futures = [loop.create_future() for _ in range(QUERIES)]
+
+    async def one(future: asyncio.Future[None]) -> None:
+        await asyncio.sleep(0.0)
+        await future
+
+    def resolve() -> None:
+        for future in futures:
+            future.set_result(None)
+
+    loop.call_later(0.0, resolve)
+    await asyncio.gather(*map(one, futures))
 
 
 def _timed(manager: ExperienceManager, query: str) -> float:
@@ -366,19 +458,42 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[1_000, 10_000, 20_000, 100_000])
     parser.add_argument("--writes", type=int, default=1_000)
+    parser.add_argument("--only", nargs="+", help="parts to measure")
+    parser.add_argument("--before", type=Path, help="working copy to compare a crowd with")
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/bank.json"))
+    parser.add_argument("--serve-crowd", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.serve_crowd:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            serve_crowd(options.serve_crowd, Path(folder))
+        return
     found: dict[str, Any] = {"search": {}}
+    if options.only and options.results.exists():
+        found = json.loads(options.results.read_text("utf-8"))
+    many = min(20_000, max(options.sizes))
     jobs: list[tuple[str, Callable[[Path], dict[str, Any]]]] = [
         (f"{size}", partial(search, size)) for size in options.sizes
     ]
+
+    def crowds(_: Path) -> dict[str, Any]:
+        parts = [*_CROWD, *_ONE, *_FLOORS]
+        if coarse.int8_product() is None:
+            parts.remove("product")
+        few = min(1_000, many)
+        return {
+            f"{many}": crowd(many, parts, options.before),
+            f"{few}": crowd(few, _ONE, options.before),
+        }
+
     jobs += [
-        ("concurrent", partial(concurrent, min(20_000, max(options.sizes)))),
-        ("crowd", partial(crowd, min(20_000, max(options.sizes)))),
+        ("concurrent", partial(concurrent, many)),
+        ("crowd", crowds),
         ("writes", partial(writes, options.writes)),
         ("step", step),
     ]
     for name, work in jobs:
+        if options.only and name not in options.only:
+            continue
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             result = work(Path(folder))
         (found["search"] if name.isdigit() else found)[name] = result

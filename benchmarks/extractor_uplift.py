@@ -1,17 +1,22 @@
-"""Measure whether the extractor gets better, by entries written early and late in one run.
+"""Measure whether the extractor gets better, by entries written in each fifth of a training.
 
-    python -m benchmarks.extractor_uplift RUN [--entries 60] [--seeds 6]
+    python -m benchmarks.extractor_uplift RUN [RUN ...] [--name vault] [--entries 30] [--seeds 6]
         [--results benchmarks/results/extractor_uplift.json]
 
-For each entry, the final actor plays the world that the entry was learned in, on fresh seeds, once
-with exactly this entry shown and once with nothing. The difference is the entry's uplift; actor and
-seeds are the same for early and late entries, so what differs is who wrote them.
+Runs are of one recipe and environment, with different seeds. For each entry, the final actor of its
+run plays the world that the entry was learned in, on fresh seeds, once with exactly this entry
+shown and once with nothing. The difference is the entry's uplift; actor and seeds are the same for
+early and late entries, so what differs is who wrote them. An entry comes in its first version;
+those that are no longer in the bank are not seen.
+
+Results of other environments in the file stay.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,13 +28,15 @@ import numpy as np
 import experiential  # noqa: F401  (registers the environments)
 from benchmarks.finished_run import FinishedRun, Shown, finished, keep
 from experiential.bank.folder import FolderBank
-from experiential.evaluation.intervals import paired_difference
+from experiential.evaluation.intervals import GAIN, RATE, clustered_mean
 from experiential.rollout import Job, Rollout, Task, episode_seed
 from experiential.types import Condition, Experience
 
+FIFTHS = 5
 
-def written(bank: FolderBank, early: bool, count: int, seed: int) -> list[Experience]:
-    """Draw ``count`` of the fifth of the lessons that were written first, or last.
+
+def written(bank: FolderBank, fifth: int, count: int, seed: int) -> list[Experience]:
+    """Draw ``count`` of the lessons that were written in a fifth of the training, 0 the first.
 
     Each comes in its first version.
     """
@@ -38,19 +45,15 @@ def written(bank: FolderBank, early: bool, count: int, seed: int) -> list[Experi
         (e for e in firsts if e.task and e.provenance.trajectory),
         key=lambda e: e.provenance.commit or 0,
     )
-    share = max(1, len(lessons) // 5)
-    entries = lessons[:share] if early else lessons[-share:]
+    entries = lessons[fifth * len(lessons) // FIFTHS : (fifth + 1) * len(lessons) // FIFTHS]
     random.Random(seed).shuffle(entries)
     return entries[:count]
 
 
-async def uplift(
+async def play(
     final: FinishedRun, entries: Sequence[Experience], worlds: dict[str, int], seeds: int
-) -> dict[str, Any]:
-    """Return mean success with and without each entry on its own world.
-
-    The difference comes with its interval over entries.
-    """
+) -> np.ndarray:
+    """Return the success with and without each entry on its own world, shape (2, entries)."""
     manager, env = Shown(), final.experiment.env
     rollout = Rollout(env, env.train, manager, final.actor, slots=64)
     rates = np.zeros((2, len(entries)))
@@ -68,43 +71,55 @@ async def uplift(
         outcomes = [e.trajectory.success for e in await rollout.play(jobs)]
         rates[:, i] = np.mean(outcomes[:seeds]), np.mean(outcomes[seeds:])
     rollout.close()
-    return {
-        "with": float(rates[0].mean()),
-        "without": float(rates[1].mean()),
-        "uplift": paired_difference(rates[0], rates[1]).model_dump(),
-    }
+    return rates
 
 
-async def study(run: Path, count: int, seeds: int) -> dict[str, Any]:
-    """Measure the uplift of early and of late entries, with examples of their text."""
-    found: dict[str, Any] = {"run": str(run), "seeds": seeds}
-    async with finished(run) as final:
-        settings = final.experiment.env
-        env: Any = gym.make(
-            settings.id, disable_env_checker=True, **(settings.kwargs | settings.train)
-        ).unwrapped
-        worlds = {env.reset(seed=0, options={"world": w})[1]["task"]: w for w in env.worlds}
-        for name, early in (("early", True), ("late", False)):
-            entries = written(final.bank, early, count, seed=0)
-            found[name] = await uplift(final, entries, worlds, seeds)
-            found[name] |= {
-                "entries": len(entries),
-                "examples": [{"task": e.task, "text": e.text} for e in entries[:8]],
-            }
-    return found
+async def study(runs: Sequence[Path], count: int, seeds: int) -> dict[str, Any]:
+    """Measure the uplift of the entries of each fifth, with examples of their text."""
+    tables: list[list[np.ndarray]] = [[] for _ in range(FIFTHS)]
+    examples: list[list[dict[str, Any]]] = [[] for _ in range(FIFTHS)]
+    for run in runs:
+        async with finished(run) as final:
+            settings = final.experiment.env
+            env: Any = gym.make(
+                settings.id, disable_env_checker=True, **(settings.kwargs | settings.train)
+            ).unwrapped
+            worlds = {env.reset(seed=0, options={"world": w})[1]["task"]: w for w in env.worlds}
+            for fifth in range(FIFTHS):
+                entries = written(final.bank, fifth, count, seed=0)
+                tables[fifth].append(await play(final, entries, worlds, seeds))
+                examples[fifth] += [{"task": e.task, "text": e.text} for e in entries[:3]]
+    least = min(table.shape[1] for of in tables for table in of)  # the same for all runs
+    rates = np.array([[table[:, :least] for table in of] for of in tables])
+    gains = rates[:, :, 0] - rates[:, :, 1]
+    fifths = [
+        {
+            "with": clustered_mean(rates[i, :, 0], bounds=RATE).model_dump(),
+            "without": clustered_mean(rates[i, :, 1], bounds=RATE).model_dump(),
+            "uplift": clustered_mean(gains[i], bounds=GAIN).model_dump(),
+            "examples": examples[i],
+        }
+        for i in range(FIFTHS)
+    ]
+    # entries of two fifths are drawn in random order, so that pairs of them are independent
+    rise = clustered_mean(gains[-1] - gains[0], bounds=None).model_dump()
+    return {"runs": len(runs), "entries": least, "seeds": seeds, "fifths": fifths, "rise": rise}
 
 
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--entries", type=int, default=60)
+    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--name", default="vault", help="of the environment, in the results")
+    parser.add_argument("--entries", type=int, default=30, help="of each fifth and run, at most")
     parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument(
         "--results", type=Path, default=Path("benchmarks/results/extractor_uplift.json")
     )
     options = parser.parse_args()
-    keep(asyncio.run(study(options.run, options.entries, options.seeds)), options.results)
+    found = asyncio.run(study(options.runs, options.entries, options.seeds))
+    known = json.loads(options.results.read_text("utf-8")) if options.results.exists() else {}
+    keep(known | {options.name: found}, options.results)
 
 
 if __name__ == "__main__":

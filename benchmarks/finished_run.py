@@ -39,7 +39,7 @@ class FinishedRun:
             prompts=prompt_set_name(self.experiment.model),
             constrain=settings.constrain,
             max_tokens=settings.max_tokens,
-            **settings.options.model_dump(include={"history", "keep_first", "advice"}),
+            **settings.options.model_dump(include={"history", "keep_first", "advice", "system"}),
         )
 
 

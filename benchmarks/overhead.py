@@ -2,7 +2,8 @@
 
     python -m benchmarks.overhead [--model tiny] [--env vault frozen-lake sokoban]
         [--rounds 12] [--think 48]
-    python -m benchmarks.overhead --step [--model tiny] [--env vault]
+    python -m benchmarks.overhead --step [--model tiny] [--env vault] [--steps 4 4]
+        [--runs without untrained with]
 
 Rounds alternate, so that a noisy machine disturbs both arms alike. Nothing is subtracted: a round
 with the bank includes retrieval, injection, the longer prompts, submission, and whatever
@@ -17,6 +18,8 @@ is the time with the bank over that, which leaves retrieval, writing and distill
 ``--step`` measures whole training steps instead, updates included, in seconds of the processor:
 those of the recipe with a bank over those of plain GRPO, and what of it the extractor's update
 is. Its first steps are not counted: the bank is empty, and no sample waits for the extractor.
+``parts`` says where the seconds of a step go, and ``gflops`` how fast each update computes, beside
+products of matrices alone (``products``). Torch gets one thread.
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ import json
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -40,9 +46,11 @@ from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
 from experiential.bank.manager_like import NoBank
 from experiential.config import EnvSettings, ModelSettings, OptimSettings
+from experiential.llm.engine import Engine
 from experiential.recipe import load_experiment
 from experiential.rollout import Rollout, TaskSource, world_count
-from experiential.training.local import build_runtimes
+from experiential.training.local import LocalRuntime, build_runtimes
+from experiential.training.metrics import peak_memory_gb
 from experiential.training.roles import prompt_set_name
 from experiential.training.trainer import Trainer
 from experiential.types import Experience, Hit
@@ -75,7 +83,7 @@ ARMS = {"without": "none", "advice": "half", "with": "half"}
 WARM_UP = 2
 """Rounds that are not counted."""
 
-STEPS = {
+RUNS = {
     "without": ("grpo", []),
     "untrained": ("complementary", ["extractor.train=false"]),
     "with": ("complementary", []),
@@ -83,8 +91,9 @@ STEPS = {
 """Runs whose training steps are timed: without a bank, with one, and with the extractor's update
 left out.
 """
-STEPS_SKIPPED, STEPS_COUNTED = 4, 4
-"""A world is visited in four steps, so four steps hold each visit equally often."""
+STEPS = 4, 4
+"""Steps that are not counted, and that are. A world is visited in four steps, so four steps hold
+each visit equally often."""
 
 
 class Handed(NoBank):
@@ -193,30 +202,117 @@ def ratio(seconds: dict[str, list[float]]) -> dict[str, float]:
     return {"median": float(np.median(a) / np.median(b)), "low": float(low), "high": float(high)}
 
 
-def measure_steps(name: str, model: str, further: list[str]) -> dict[str, Any]:
-    """Measure the processor's seconds per training step of every run in `STEPS`."""
-    env = ENVIRONMENTS[name][0]
-    common = [f"model.name={model}", f"env={env.model_dump_json()}", *further]
-    common += [f"run.steps={STEPS_SKIPPED + STEPS_COUNTED}", "run.minutes=null", "run.drain=true"]
-    common += ["run.checkpoint_every=0", "eval.before=false", "eval.after=false"]
-    seconds: dict[str, list[float]] = {run: [] for run in STEPS}
-    for run, (recipe, own) in STEPS.items():
-        ends: list[float] = []
+class Parts:
+    """Count the seconds of one processor that parts of a step take, and the updates' arithmetic."""
 
-        def observe(event: dict[str, Any], ends: list[float] = ends) -> None:
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self.flops: Counter[str] = Counter()
+
+    @contextmanager
+    def counting(self) -> Generator[None]:
+        """Count inside the block."""
+        step, train = Engine._step, LocalRuntime._train
+
+        def counted(name: str, call: Callable[[], Any]) -> Any:
+            begin = time.thread_time()
+            try:
+                return call()
+            finally:
+                self.seconds[name] += time.thread_time() - begin
+
+        def generate(engine: Engine, track: Any) -> None:
+            name = "distillation" if track.priority else "rollout"
+            counted(name, lambda: step(engine, track))
+
+        def update(policy: LocalRuntime, samples: Any, loss: Any) -> Any:
+            name = f"{policy.name} update"
+            stats = counted(name, lambda: train(policy, samples, loss))
+            head = policy._base.get_output_embeddings()
+            layers = policy._base.base_model.named_modules()
+            frozen = policy.llm.adapter is not None
+            size = sum(
+                layer.in_features * layer.out_features
+                for place, layer in layers
+                if hasattr(layer, "in_features")
+                and "lora_" not in place
+                and not hasattr(layer, "base_layer")
+            )
+            # forward, and backward to inputs and to weights that are trained
+            passes = (2 if frozen else 3) + (loss.kl > 0)
+            self.flops[name] += 2 * passes * stats.forwarded_tokens * size
+            self.flops[name] += 2 * passes * loss.epochs * stats.tokens * head.weight.numel()
+            return stats
+
+        Engine._step, LocalRuntime._train = generate, update  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Engine._step, LocalRuntime._train = step, train  # type: ignore[method-assign]
+
+
+def measure_steps(
+    name: str, model: str, further: list[str], runs: list[str], steps: tuple[int, int]
+) -> dict[str, Any]:
+    """Measure the processor's seconds per training step of runs in `RUNS`."""
+    env, options = ENVIRONMENTS[name]
+    skipped, counted = steps
+    common = [f"model.name={model}", "model.threads=1", f"env={env.model_dump_json()}"]
+    common += [f"actor.options.{key}={json.dumps(value)}" for key, value in options.items()]
+    common += [f"run.steps={skipped + counted}", "run.minutes=null", "run.drain=true"]
+    common += ["run.checkpoint_every=0", "eval.before=false", "eval.after=false", *further]
+    seconds: dict[str, list[float]] = {}
+    parts: dict[str, dict[str, float]] = {}
+    gflops: dict[str, dict[str, float]] = {}
+    memory: dict[str, float] = {}
+    for run in runs:
+        recipe, own = RUNS[run]
+        ends: list[float] = []
+        found = Parts()
+
+        def observe(event: dict[str, Any], ends: list[float] = ends, found: Parts = found) -> None:
             if event["event"] == "step":
                 ends.append(time.process_time())
+                if len(ends) == skipped:
+                    found.seconds.clear()
+                    found.flops.clear()
 
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, found.counting():
             experiment = load_experiment(recipe, [*common, *own])
-            Trainer(experiment, Path(folder) / "run", observer=observe).run()
-        seconds[run] = np.diff(ends[STEPS_SKIPPED - 1 :]).tolist()
+            trainer = Trainer(experiment, Path(folder) / "run", observer=observe)
+            trainer.run()
+        seconds[run] = np.diff(ends[skipped - 1 :]).tolist()
+        memory[run] = peak_memory_gb()
+        parts[run] = {part: value / counted for part, value in found.seconds.items()}
+        parts[run]["rest"] = float(np.mean(seconds[run])) - sum(parts[run].values())
+        gflops[run] = {
+            part: flops / found.seconds[part] / 1e9 for part, flops in found.flops.items()
+        }
     mean = {run: float(np.mean(values)) for run, values in seconds.items()}
-    return {
-        "step_ratio": mean["with"] / mean["without"],
-        "extractor_update_share": 1 - mean["untrained"] / mean["with"],
+    result: dict[str, Any] = {"mean": mean}
+    if {"with", "without"} <= mean.keys():
+        result["step_ratio"] = mean["with"] / mean["without"]
+    if {"with", "untrained"} <= mean.keys():
+        result["extractor_update_share"] = 1 - mean["untrained"] / mean["with"]
+    return result | {
+        "parts": parts,
+        "gflops": gflops,
+        "products": {kind: measure_products(kind) for kind in ("float32", "bfloat16")},
+        "peak_gb": memory,
         "seconds": seconds,
     }
+
+
+def measure_products(dtype: str) -> float:
+    """Measure the GFLOP/s of one processor in products of the size that updates of SmolLM2 have."""
+    torch.set_num_threads(1)
+    a, b = (torch.ones(shape, dtype=getattr(torch, dtype)) for shape in ((512, 576), (576, 1536)))
+    spent: list[float] = []
+    for _ in range(20):
+        begin = time.thread_time()
+        torch.mm(a, b)
+        spent.append(time.thread_time() - begin)
+    return 2 * 512 * 576 * 1536 / min(spent) / 1e9
 
 
 def main() -> None:
@@ -234,6 +330,10 @@ def main() -> None:
         help="tokens that the actor may write before its action; 0: it chooses an action",
     )
     parser.add_argument("--step", action="store_true", help="measure whole training steps")
+    parser.add_argument(
+        "--steps", nargs=2, type=int, default=STEPS, help="steps to skip and to count"
+    )
+    parser.add_argument("--runs", nargs="+", choices=tuple(RUNS), default=list(RUNS))
     parser.add_argument("--set", nargs="*", default=[], help="further settings of the steps' runs")
     parser.add_argument("--results", type=Path)
     options = parser.parse_args()
@@ -244,7 +344,9 @@ def main() -> None:
         found = {"model": options.model, "settings": options.set, "torch": torch.__version__}
     for name in options.env:
         if options.step:
-            found[name] = measure_steps(name, options.model, options.set)
+            found[name] = measure_steps(
+                name, options.model, options.set, options.runs, tuple(options.steps)
+            )
         else:
             settings = ModelSettings(name=options.model)
             found[name] = asyncio.run(measure(settings, name, options.rounds, *size, options.think))

@@ -52,7 +52,7 @@ BonusKind = Literal["relative", "tanh", "sigmoid", "asymmetric", "log"]
 
 
 _EVIDENCE = "evidence decides what is shown, with nothing to set; leave it out (docs/bank.md)"
-_STATES = "prefix_cache_gb says how much memory, by default a fifth of what is free; leave it out"
+_STATES = "prefix_cache_gb says how much memory, by default a tenth of what is free; leave it out"
 REMOVED = {
     "bank.trust_after": _EVIDENCE,
     "bank.provisional_share": _EVIDENCE,
@@ -192,7 +192,7 @@ class ModelSettings(Settings):
     """template set: full, brief, short (brief with answers under a schema), or auto (of a model in
     the folder of the run that trained it that run's, brief for the tiny model, else full)"""
     prefix_cache_gb: float | None = Field(default=None, ge=0)
-    """memory for key-value states kept for reuse; None takes a fifth of the free memory"""
+    """memory for key-value states kept for reuse; None takes a tenth of the free memory"""
     threads: NonNegativeInt = 0
     """torch threads; 0 leaves torch's own choice"""
     gradient_checkpointing: bool = False
@@ -396,15 +396,15 @@ class PolicyClusterSettings(Settings):
     """GPUs of each engine"""
     zero_stage: Literal[0, 1, 2, 3] = 2
     batch_size: PositiveInt = 64
-    """sequences of one optimiser step; short ones are filled up with empty sequences"""
+    """sequences of one optimiser step at most"""
     micro_batch_size: PositiveInt = 4
-    """sequences that one rank computes at once"""
+    """times max_length: the tokens that one rank computes at once, packed from several sequences"""
     max_length: PositiveInt = 4096
     """tokens of prompt and response together"""
     gpu_memory: float = Field(default=0.85, gt=0.0, le=1.0)
     """share of a GPU's memory that an engine takes"""
     attention: str = "flash_attention_2"
-    """transformers' attention in training: flash_attention_2, sdpa, eager"""
+    """transformers' attention where rows cannot branch: flash_attention_2, sdpa, eager"""
     gradient_checkpointing: bool = False
     offload_optimizer: bool = False
     """keep the optimiser's state in the memory of the machine"""

@@ -441,7 +441,9 @@ def with_experience(
         return SearchAndAskWrapper(base, bank=manager, max_calls=search_experience, **asking)
     options: dict[str, Any] = {"inject": "system", "exclude_same_instance": True, "k": None}
     advised: gym.Env[str, str] = ExperienceWrapper(base, manager, **options)
-    return SearchAndAskWrapper(advised, max_calls=search_and_ask) if search_and_ask else advised
+    if not search_and_ask:
+        return advised
+    return SearchAndAskWrapper(advised, max_calls=search_and_ask, offer=True)
 
 
 def shortened(reason: str) -> str:

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 from experiential.errors import ExperientialError
@@ -208,9 +208,14 @@ class _Call:
     outcomes: list[Any]
     missing: int
     future: asyncio.Future[None] | None = None
-    woken: threading.Lock = field(default_factory=threading.Lock)  # a thread waits for its release
+    woken: threading.Lock | None = None  # a thread waits for its release
     is_over: bool = False  # answered, or the caller has given up
     leads: bool = False
+
+    def wake(self) -> None:
+        """Let the thread that waits go on."""
+        if self.woken is not None and self.woken.locked():
+            self.woken.release()
 
     def results(self) -> list[Any]:
         for outcome in self.outcomes:
@@ -298,13 +303,13 @@ class Batcher(Generic[A, R]):
             BatchTimeoutError: no results within ``timeout`` seconds.
             Exception: the first error among the items, or the error that ``close`` was given.
         """
-        call = _Call([None] * len(items), len(items))
-        call.woken.acquire()
+        call = _Call([None] * len(items), len(items), woken=(woken := threading.Lock()))
+        woken.acquire()
         try:
             self._enqueue(call, items)
             while not call.is_over:
                 if not call.leads:
-                    if not call.woken.acquire(timeout=-1 if timeout is None else timeout):
+                    if not woken.acquire(timeout=-1 if timeout is None else timeout):
                         raise BatchTimeoutError(f"Expected an answer within {timeout} s, got none")
                     continue
                 # Lead: handle all that waits, whoever asked for it.
@@ -327,20 +332,24 @@ class Batcher(Generic[A, R]):
 
     async def arun(self, items: Sequence[A], timeout: float | None = None) -> list[R]:
         """Return the result of each item as ``run`` does; needs workers."""
-        future = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
         call = _Call([None] * len(items), len(items), future)
         self._enqueue(call, items)
         if not items:
             return []
+        # Cheaper than ``asyncio.timeout``: nobody is cancelled, the future is resolved too early.
+        late = None if timeout is None else loop.call_later(timeout, _resolve, (future,), None)
         try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout):
-                    await future
+            await future
             if not call.is_over:
                 raise BatchTimeoutError(f"Expected an answer within {timeout} s, got none")
         except BaseException:
             self._leave(call)
             raise
+        finally:
+            if late is not None:
+                late.cancel()
         return call.results()
 
     def close(self, error: Exception, timeout: float | None = None) -> None:
@@ -445,8 +454,7 @@ class Batcher(Generic[A, R]):
                 if self._queue:
                     following = self._queue[0].call
                     following.leads = True
-                    if following.woken.locked():
-                        following.woken.release()
+                    following.wake()
             for (_, call, place, _), outcome in zip(batch, outcomes, strict=True):
                 call.outcomes[place] = outcome
                 call.missing -= 1
@@ -455,7 +463,7 @@ class Batcher(Generic[A, R]):
                 call.is_over = True
                 if call.future is not None:
                     futures.append(call.future)
-                elif call.woken.locked():
-                    call.woken.release()
+                else:
+                    call.wake()
         if futures:
             resolve_futures(futures)

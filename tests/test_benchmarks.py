@@ -436,11 +436,11 @@ def test_early_and_late_entries_are_those_of_the_first_and_last_fifth_in_their_f
             )
         first = next(entry for entry in store.entries() if entry.text == "lesson 0")
         store.update(first.id, "changed later")
-        assert {e.text for e in extractor_uplift.written(store, early=True, count=9, seed=0)} == {
+        assert {e.text for e in extractor_uplift.written(store, fifth=0, count=9, seed=0)} == {
             "lesson 0",
             "lesson 1",
         }
-        assert {e.text for e in extractor_uplift.written(store, early=False, count=9, seed=0)} == {
+        assert {e.text for e in extractor_uplift.written(store, fifth=4, count=9, seed=0)} == {
             "lesson 8",
             "lesson 9",
         }
@@ -456,6 +456,20 @@ def test_the_bank_benchmark_runs_small_and_its_arms_find_the_same(tmp_path: Path
     rows = result[1] if isinstance(result, tuple) else result
     expected = np.argsort(-(lookup.table[30:] @ lookup.table[:30].T), axis=1)[:, : bank.HITS]
     assert [set(map(int, row)) for row in rows] == [set(map(int, row)) for row in expected]
+
+
+def test_a_crowd_is_measured_in_turn_with_another_working_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bank, "REPEATS", 1)
+    here = Path(bank.__file__).parent.parent
+    found = bank.crowd(300, ["diverse", "one_evidence", "vectors", "futures"], here)
+    assert found["other_hits"] == 0
+    timed = ("diverse", "one_evidence")
+    for part in ("diverse", "one_evidence", "vectors", "futures"):
+        now, before = found[part]["now"], found[part]["before"]
+        assert now.keys() == before.keys() and ("p99_ms_min" in now) == (part in timed)
+        assert found[part]["cpu_ratio"] == now["cpu_ms_min"] / before["cpu_ms_min"] > 0
 
 
 async def test_the_accelerator_table_counts_operations_and_measures_both_phases() -> None:
@@ -513,3 +527,9 @@ def test_the_settings_of_every_baseline_load(row: baselines.Row) -> None:
     trained = baselines.TRAINED if row.steps else baselines.UNTRAINED
     chosen = load_experiment(row.recipe, [*baselines.ALL, *trained, *baselines.EVAL])
     assert chosen.run.steps == row.steps and (chosen.eval.worlds, chosen.eval.visits) == (40, 4)
+
+
+@pytest.mark.parametrize("recipe", sorted(Path("benchmarks").glob("*.yaml")), ids=str)
+def test_recipes_of_benchmarks_can_be_loaded(recipe: Path) -> None:
+    experiment = load_experiment(str(recipe), ["bank.path=records"])
+    assert experiment.model.name == "smollm2" and experiment.actor.options.advice == "observation"

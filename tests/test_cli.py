@@ -371,14 +371,14 @@ class TestUserErrors:
         )
 
     def test_impossible_placement(self, run_train: Train) -> None:
-        said = ("multiple of 12 = micro_batch_size 4 x 3 ranks",)
+        said = ("cluster.actor.zero_stage of 1, 2 or 3, got 0",)
         assert_user_error(
             run_train(
                 "--runtime",
                 "openrlhf",
                 "--dry-run",
                 "model.dtype=bfloat16",
-                "cluster.actor.gpus_per_node=3",
+                "cluster.actor.zero_stage=0",
             ),
             *said,
         )

@@ -125,7 +125,7 @@ def test_override_values_are_yaml(override: str, read: object) -> None:
         ("bank.text_limit=9", "it is bank.options.text_limit now"),
         ("bank.retrieval.diversity=0.5", "it is bank.options.retrieval.diversity now"),
         ("cluster.extractor.enforce_eager=true", "it is cluster.extractor.vllm.enforce_eager now"),
-        ("model.prefix_cache_tokens=65536", "a fifth of what is free; leave it out"),
+        ("model.prefix_cache_tokens=65536", "a tenth of what is free; leave it out"),
         ("reflection.mode=retry", "did you mean methods.reflection?"),
         ("xyzzy=1", "known here: recipe, seed"),
     ],

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from experiential.config import ModelSettings, OptimSettings
-from experiential.llm import models
+from experiential.llm import decoder, models
 from experiential.llm.base import SamplingParams
 from experiential.llm.models import resolve_dtype
 from experiential.llm.transformers import TransformersLLM
@@ -57,18 +57,25 @@ def nll(policy: LocalRuntime, sample: Sample) -> float:
 
 
 @pytest.mark.parametrize(
-    ("capable", "name", "asked", "chosen"),
+    ("capable", "faster", "name", "asked", "chosen"),
     [
-        (True, "smollm2", "auto", "bfloat16"),
-        (False, "smollm2", "auto", "float32"),
-        (True, "tiny", "auto", "float32"),
-        (False, "smollm2", "bfloat16", "bfloat16"),
-        (True, "smollm2", "float32", "float32"),
+        (True, True, "smollm2", "auto", "bfloat16"),
+        (True, False, "smollm2", "auto", "float32"),
+        (False, True, "smollm2", "auto", "float32"),
+        (True, True, "tiny", "auto", "float32"),
+        (False, False, "smollm2", "bfloat16", "bfloat16"),
+        (True, True, "smollm2", "float32", "float32"),
     ],
 )
 def test_auto_is_bfloat16_where_processor_and_width_make_it_pay(
-    capable: bool, name: str, asked: Any, chosen: str, monkeypatch: pytest.MonkeyPatch
+    capable: bool,
+    faster: bool,
+    name: str,
+    asked: Any,
+    chosen: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(decoder, "multiplies_bfloat16", lambda: faster)
     monkeypatch.setattr(
         torch.cpu, "get_capabilities", lambda: {"avx512_bf16": capable}, raising=False
     )

@@ -12,7 +12,13 @@ from experiential.bank.bank import ExperienceBank
 from experiential.bank.evidence.outcomes import difference
 from experiential.bank.manager import ExperienceManager
 from experiential.bank.records import Asked
-from experiential.bank.search.strategies import Candidate, Retrievals, odds
+from experiential.bank.search.strategies import (
+    STRATEGIES,
+    Candidate,
+    Retrievals,
+    odds,
+    strategy,
+)
 from experiential.cli import main
 from experiential.cli.errors import run_app
 from experiential.errors import BankError, ConfigError
@@ -220,6 +226,44 @@ def test_standings_that_followed_the_writes_are_those_of_the_journal(bank, tmp_p
         assert again.standings(asked) == known
     with ExperienceBank(bank.path, namespace="other") as other, pytest.raises(BankError):
         other.standings(asked)
+
+
+def test_the_entries_near_a_query_are_judged_as_each_by_itself_but_without_ages(bank):
+    texts = [f"take the cursed key {i}" if i % 3 else f"pull lever {i}" for i in range(16)]
+    entries = [distilled(bank, text, task=f"task {i % 2}") for i, text in enumerate(texts)]
+    play(bank, None, *[True] * 30)
+    for place, entry in enumerate(entries[:9]):
+        play(bank, entry, place % 3 == 0, place % 3 == 0, None)
+    found = [(entry, relevance) for entry in entries for relevance in (0.4, 0.7, 0.9, 1.0)]
+    for query in (TASK, "take the cursed key"):
+        each = [
+            bank.standings([Asked(id=one.id, version=one.version, relevance=of, query=query)])[0]
+            for one, of in found
+        ]
+        near = bank.standings_near(query, found)
+        assert near == [one.model_copy(update={"age": 0}) for one in each]
+        assert {one.suspect for one in near} == {query == TASK, False}
+        assert {one.uses for one in near} == {0, 2} and len({one.age for one in each}) > 1
+        first, last = (near[found.index((entries[place], 0.4))] for place in (9, 15))
+        assert first is last and not first.uses  # of one task, never shown
+
+
+def test_a_strategy_of_ones_own_is_told_the_ages_of_entries(bank):
+    old, _, new = (distilled(bank, f"take key {i}") for i in range(3))
+    ages = []
+
+    @strategy("youngest")
+    def youngest(candidates, seen, settings, rng, k):
+        ages.extend(zip([one.id for one in candidates], seen.evidence(candidates), strict=True))
+        return [(min(candidates, key=lambda one: dict(ages)[one.id].age), 1.0)][:k]
+
+    try:
+        with ExperienceManager(bank, retrieval={"strategy": "youngest", "floor": -1.0}) as manager:
+            assert manager.search(TASK)[0].experience.id == new.id
+    finally:
+        del STRATEGIES["youngest"]
+    known = dict(ages)
+    assert known[old.id].age == known[new.id].age + 2 == 2
 
 
 def test_a_use_journalled_while_there_was_trust_can_be_read():

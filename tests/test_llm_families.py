@@ -46,10 +46,19 @@ def prompt(seed: int, length: int) -> list[int]:
         ("stablelm", {"num_key_value_heads": 2}),
         ("nemotron", {"num_key_value_heads": 2}),  # takes part in the interface only by name
         ("diffllama", {"num_key_value_heads": 2}),  # two attentions in each layer
+        ("llama", {"num_key_value_heads": 2}),
+        ("llama", {"num_key_value_heads": 4, "head_dim": 16, "attention_bias": True}),
+        ("llama", {"num_key_value_heads": 2, "hidden_act": "gelu"}),
+        ("mistral", {"num_key_value_heads": 2, "sliding_window": None}),
+        ("qwen2", {"num_key_value_heads": 2}),
+        ("qwen3", {"num_key_value_heads": 1, "head_dim": 16}),
     ],
 )
 async def test_greedy_tokens_are_those_of_transformers(family: str, options: dict[str, Any]):
-    """Prompts of several lengths at once, then a second turn on their states."""
+    """Prompts of several lengths at once, then a second turn on their states.
+
+    Families whose layers are known are computed by a `Decoder`.
+    """
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **SIZES, **options)
     model: Any = AutoModelForCausalLM.from_config(config).eval()
@@ -82,4 +91,6 @@ async def test_greedy_tokens_are_those_of_transformers(family: str, options: dic
     second = await ask(later, half)
     assert [[*one.response_ids] for one in second] == [ids[half:] for ids in expected]
     assert llm.stats.cached_tokens > 0
+    known = family in {"llama", "mistral", "qwen2", "qwen3"} and "hidden_act" not in options
+    assert (llm._engine.forward._decoder is not None) == known
     llm.close()

@@ -178,3 +178,16 @@ def test_free_memory_is_known_as_far_as_the_system_tells(
     monkeypatch.setattr(Path, "read_text", read)
     found = free_memory(torch.device("cpu"))
     assert found == free if free is not None else found > 1e8
+
+
+def test_rows_that_become_idle_leave_no_more_memory_taken_than_the_limit():
+    cache = small(256)
+    prompts = [[i % 7 + 1] * 10 + [i] * 40 for i in range(12)]
+    rows = [cache.open(array(ids), 14) for ids in prompts]  # 64 tokens each, all in use
+    assert cache.tokens > 256
+    for row, ids in zip(rows, prompts, strict=True):
+        forward(row, array(ids))
+        cache.release(row, array(ids))
+    assert len(cache) == 4
+    assert cache.match(array([*prompts[-1], 1]))[0] == 50  # the newest are kept
+    assert cache.match(array([*prompts[0], 1]))[0] < 50

@@ -469,6 +469,19 @@ async def test_a_beginning_that_prompts_share_is_forwarded_once(llm: Transformer
     assert llm.stats.forwards == 2
 
 
+async def test_beginnings_of_tasks_stay_until_all_their_prompts_have_them() -> None:
+    """Though memory is short: this cache may hold 150 tokens, and nine prompts of 160 come."""
+    llm = TransformersLLM(MODEL, TOKENIZER, prefix_cache_gb=150 * 2 * 2 * 2 * 16 * 4 / 1e9)
+    for turn in range(2):  # the size of a token's states is known from the second time on
+        before = llm.stats.forwarded_tokens
+        tasks = [prompt(9 * turn, 40) + prompt(100 * turn + 10 + i, 100) for i in range(3)]
+        prompts = [tasks[i % 3] + prompt(200 * turn + 50 + i, 20) for i in range(9)]
+        asked = [SamplingParams(max_tokens=1, seed=i) for i in range(9)]
+        assert_exact(await many(llm, prompts, asked))
+        assert llm.stats.forwarded_tokens - before <= 40 + 3 * 100 + 9 * 20
+    llm.close()
+
+
 async def test_long_conversations_stay_in_place_and_exact(llm: TransformersLLM) -> None:
     """Five talks of different lengths, twenty turns: one forward of new tokens each, and a group
     that branches off one of them.

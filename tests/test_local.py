@@ -18,7 +18,7 @@ from experiential.llm.base import SamplingParams
 from experiential.llm.transformers import TransformersLLM
 from experiential.training import local, losses
 from experiential.training.local import LocalRuntime, build_runtimes
-from experiential.training.runtime import LossSettings, Sample, sample_from_generation
+from experiential.training.runtime import LossSettings, Sample, TrainStats, sample_from_generation
 from experiential.training.samples import trajectory_samples
 from experiential.types import Generation, Message
 from tests.llm_tiny import tiny_random_model
@@ -311,7 +311,7 @@ async def test_branched_rows_give_the_gradients_of_plain_rows_at_less_cost(
         policy.optim = OptimSettings(lr=0.1, max_grad_norm=1e9)
         policy.llm.model.set_attn_implementation(attention)
         if not branching:
-            policy._branching = False
+            policy._packed.branching = False
         samples = samples or await group(policy)
         stats = await policy.train(samples, LossSettings(kind=kind))
         found.append(gradients(policy))
@@ -319,6 +319,71 @@ async def test_branched_rows_give_the_gradients_of_plain_rows_at_less_cost(
     assert forwarded[0] < 0.5 * forwarded[1]
     assert found[1].abs().max() > 1e-2
     assert torch.allclose(found[0], found[1], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4), LoraSettings(targets=("up_proj",))])
+@pytest.mark.parametrize("checkpoints", [False, True])
+async def test_what_all_micro_batches_begin_with_is_computed_once(
+    lora: LoraSettings | None, checkpoints: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_SHARING", 100)
+    settings = ModelSettings(lora=lora, gradient_checkpointing=checkpoints, dtype="float32")
+    beginning = [3 + 5 * i % 300 for i in range(90)]
+    prompts = [[*beginning, 7, 9 + i] for i in range(3)]
+    found: list[torch.Tensor] = []
+    reports: list[TrainStats] = []
+    samples: list[Sample] = []
+    for limit in (16384, 60):
+        optim = OptimSettings(lr=1e-2, max_grad_norm=1e9, tokens_per_micro_batch=limit)
+        torch.manual_seed(0)  # adapters begin at random
+        policy, _ = build_runtimes(
+            settings, None, (optim, optim), shared=True, references=(True, True)
+        )
+        if not samples:
+            asked = (SamplingParams(max_tokens=5 + i, seed=i) for i in range(9))
+            drawn = [policy.generate(prompts[i % 3], one) for i, one in enumerate(asked)]
+            samples = [
+                sample_from_generation(g, (-1.0) ** i)
+                for i, g in enumerate(await asyncio.gather(*drawn))
+            ]
+        moved = LossSettings(kind="cispo", kl=0.1)
+        await policy.train(samples, moved)  # away from the reference
+        reports.append(await policy.train(samples, moved))
+        found.append(gradients(policy))
+        assert len(policy._rows(samples)) == 1 or limit == 60
+        policy.close()
+    whole, parts = reports
+    assert len(found[0]) and whole.metrics["kl_reference"] > 1e-4
+    assert parts.metrics["kl_reference"] == pytest.approx(whole.metrics["kl_reference"], rel=1e-3)
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-3)
+    assert whole.forwarded_tokens <= parts.forwarded_tokens < whole.forwarded_tokens + 90
+    assert torch.allclose(found[0], found[1], atol=1e-4 * float(found[0].abs().max()), rtol=1e-2)
+
+
+async def test_states_of_old_weights_are_gone_when_an_update_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = runtime()
+    samples = await group(policy)
+    cache = policy.llm._engine.cache
+    assert len(cache) > 0
+    held: list[int] = []
+    rows = policy._rows
+    monkeypatch.setattr(policy, "_rows", lambda part: held.append(cache.tokens) or rows(part))
+    await policy.train(samples, LossSettings())
+    assert held == [0]
+
+
+@pytest.mark.parametrize(("limit", "times"), [(16384, 0), (60, 1)])
+async def test_an_update_for_which_memory_is_short_gives_memory_back_at_its_end(
+    limit: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+    policy = runtime()
+    policy.optim = OptimSettings(tokens_per_micro_batch=limit)
+    monkeypatch.setattr(local, "give_back", lambda: given.append(policy.version))
+    await policy.train(await group(policy), LossSettings())
+    assert given == [1] * times
 
 
 @pytest.mark.slow
@@ -339,7 +404,7 @@ async def test_packed_rows_of_a_model_with_shared_keys_have_the_gradients_of_pla
     ]
     found, forwarded = [], []
     for branching in (True, False):
-        policy._branching = branching
+        policy._packed.branching = branching
         stats = await policy.train(samples, LossSettings(kind="sft"))
         found.append(gradients(policy))
         forwarded.append(stats.forwarded_tokens)

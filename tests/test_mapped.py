@@ -14,8 +14,10 @@ import experiential as xp
 from experiential.bank import folder as folder_module
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.folder import FolderBank
+from experiential.bank.manager import ExperienceManager
 from experiential.bank.records import Asked
-from experiential.bank.storage import checkup, erase, journal, mapped
+from experiential.bank.search.where import Scope, Where
+from experiential.bank.storage import checkup, erase, journal, mapped, tables
 from experiential.bank.storage.journal import BANK_ID_NAME, JOURNAL_NAME
 from experiential.bank.storage.mapped import Mapped, mapped_file
 from experiential.errors import BankError
@@ -474,3 +476,86 @@ def test_pages_that_hide_rows_are_noticed(episodes, copies):
         with pytest.raises(BankError, match="recover"):
             reader.episodes()
     assert wanted and copies
+
+
+def ranking(bank, queries, n, **scope):
+    rows = bank.nearest(queries, n, [Scope(**scope)] * len(queries))
+    return [[(hit.item.id, round(hit.score, 5)) for hit in row] for row in rows]
+
+
+def test_entries_that_score_alike_stand_in_one_order_whoever_reads_them(tmp_path):
+    """Those written alike since the file too, and where only some of the ties are wanted."""
+    folder = tmp_path / "bank"
+    alike = [xp.Experience(text="red key", kind=f"k{n}") for n in range(40)]
+    with ExperienceBank(folder, embedder="hashing", store="exact") as bank:
+        bank.import_entries(alike, "a test")
+    with ExperienceBank(folder) as bank:
+        for place in (30, 3, 17):  # in another order than that in which they were added
+            bank.update(alike[place].id, f"blue key {place}")
+            bank.update(alike[place].id, "red key")
+        bank.remove(alike[5].id)
+        bank.import_entries([xp.Experience(text="red key", kind="late")], "a test")
+    queries = ["red key", "key", "red"] * 5
+    with (
+        ExperienceBank(folder, read_only=True) as reader,
+        ExperienceBank(without(folder, tmp_path / "plain"), read_only=True) as plain,
+    ):
+        assert isinstance(reader._state.entries, mapped.MappedEntries)
+        for n in (1, 2, 4, 18, 31, 39, 99):
+            assert ranking(reader, queries, n) == ranking(plain, queries, n)
+            kinds = Where({"kind": [f"k{place}" for place in range(2, 32)]})
+            assert ranking(reader, queries, n, where=kinds) == ranking(
+                plain, queries, n, where=kinds
+            )
+        [row] = reader.nearest(["red key"], 5, [Scope()])
+        assert [hit.item.kind for hit in row] == ["k0", "k1", "k2", "k3", "k4"]
+        assert row[3].item.version == 3
+
+
+def test_a_reader_parses_the_entries_that_it_chooses_among_and_no_other(tmp_path, monkeypatch):
+    parsed, true = [], tables.parsed
+    monkeypatch.setattr(tables, "parsed", lambda *given: parsed.append(given) or true(*given))
+    with ExperienceBank(tmp_path, embedder="hashing", store="exact") as bank:
+        bank.add_many([f"push the lever {n}" for n in range(40)])
+    with ExperienceBank(tmp_path) as bank:
+        bank.add("pull the rope")
+    with (
+        ExperienceBank(tmp_path, read_only=True) as bank,
+        ExperienceManager(bank, retrieval={"strategy": "nearest", "floor": -1.0}) as manager,
+    ):
+        parsed.clear()  # the entry above the file was read
+        [hit] = manager.search("push the lever 7")
+        assert hit.experience.text == "push the lever 7" and len(parsed) == 1
+
+
+def test_damage_of_an_entry_that_nobody_has_looked_at_is_answered_from_the_journal(tmp_path):
+    """A search compares the checksums of all that it finds, and reads what is looked at later."""
+    with ExperienceBank(tmp_path, embedder="hashing", store="exact") as bank:
+        entries = bank.add_many([f"lesson {n} " + "x" * 1900 for n in range(90)])
+    begin, _, _ = Mapped(place(tmp_path))._sections["records"]
+    with ExperienceBank(tmp_path, read_only=True) as bank:
+        with place(tmp_path).open("r+b") as stream:
+            stream.seek(begin + 66 * 2100)
+            stream.write(b"?")
+        [row] = bank.nearest(["lesson 0"], 90, [Scope()])
+        assert not isinstance(bank._state.entries, mapped.MappedEntries)
+        assert {hit.item.id: hit.item.text for hit in row} == {of.id: of.text for of in entries}
+
+
+@pytest.mark.parametrize("ask", ["standings", "standings_near"])
+def test_standings_of_a_damaged_file_are_those_of_the_journal(tmp_path, ask):
+    with ExperienceBank(tmp_path, embedder="hashing", store="exact") as bank:
+        entries = bank.add_many([f"lesson {n}" for n in range(300)])
+        played(bank, 1, entries[0])
+        wanted = bank.standings_near("lesson", [(one, 0.9) for one in entries])
+    begin, end, _ = Mapped(place(tmp_path))._sections["records"]
+    with ExperienceBank(tmp_path, read_only=True) as bank:
+        with place(tmp_path).open("r+b") as stream:
+            stream.seek((begin + end) // 2)
+            stream.write(b"?")
+        asked = [Asked(id=one.id, version=1, relevance=0.9, query="lesson") for one in entries]
+        if ask == "standings":
+            found = [one.model_copy(update={"age": 0}) for one in bank.standings(asked)]
+        else:
+            found = bank.standings_near("lesson", [(one, 0.9) for one in entries])
+        assert found == wanted and not isinstance(bank._state.entries, mapped.MappedEntries)

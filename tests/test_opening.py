@@ -10,6 +10,7 @@ import pytest
 import experiential as xp
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.folder import FolderBank
+from experiential.bank.manager import ExperienceManager
 from experiential.bank.storage import tables
 from experiential.bank.storage.checksums import checksum
 from experiential.bank.storage.journal import JOURNAL_NAME
@@ -104,6 +105,18 @@ def test_a_text_written_before_opening_is_not_written_twice(tmp_path):
         assert turned.id == other.id
         [pulled] = distilled(bank, "Pull.", "e4")
         assert pulled.id not in (first.id, other.id) and len(bank) == 3
+
+
+def test_a_search_parses_the_entries_that_it_chooses_among_and_no_other(tmp_path, parsed):
+    with ExperienceBank(tmp_path, embedder="hashing") as bank:
+        bank.add_many([f"push the lever {n}" for n in range(40)])
+    parsed.clear()  # the index was written
+    with (
+        ExperienceBank(tmp_path, embedder="hashing") as bank,
+        ExperienceManager(bank, retrieval={"strategy": "nearest", "floor": -1.0}) as manager,
+    ):
+        [hit] = manager.search("push the lever 7")
+        assert hit.experience.text == "push the lever 7" and len(parsed) == 1
 
 
 def test_two_threads_may_ask_for_an_entry_at_once(monkeypatch):

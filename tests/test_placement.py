@@ -7,6 +7,7 @@ import re
 import subprocess
 import tomllib
 import weakref
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,42 @@ class TestRealModels:
         assert token_activations(self.shape(small), settings) == pytest.approx(measured, rel=0.04)
 
 
+def test_rows_that_branch_keep_no_more_than_is_counted_for_them() -> None:
+    """Eight branches of 256 tokens behind a prompt of 1,500, of which each keeps the keys."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from experiential.training.attention import PackedModel
+    from experiential.training.memory import saved_bytes
+    from experiential.training.packing import pack
+    from experiential.training.runtime import Sample
+
+    settings = PolicyClusterSettings(max_length=1757)
+    sizes: list[float] = []
+    for layers in (1, 3):
+        config = LlamaConfig(
+            hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=4,
+            num_hidden_layers=layers, vocab_size=4000, use_cache=False,
+        )  # fmt: skip
+        packed = PackedModel(LlamaForCausalLM(config).to(torch.bfloat16))
+        prompt = tuple(range(1500))
+        members = [
+            Sample(prompt + tuple(range(2000 + k, 2257 + k)), (1756,), (0.0,), (1.0,))
+            for k in range(8)
+        ]
+        assert packed.branching
+        plain, branched = (packed.inputs(pack(s)) for s in ([members[0]] * 8, members))
+        with packed.attention():
+            sizes.append(
+                saved_bytes(partial(packed.run, **branched), packed.model)
+                / branched["input_ids"].numel()
+                - saved_bytes(partial(packed.run, **plain), packed.model)
+                / plain["input_ids"].numel()
+            )
+    layer = (sizes[1] - sizes[0]) / 2
+    assert 500 < layer < 32 * 64 and sizes[0] - layer < settings.max_length
+
+
 @pytest.mark.parametrize(
     ("hidden", "trained"),
     [(16, 200), (16, 1000), (256, 1000), (512, 1000)],
@@ -269,7 +306,7 @@ def test_logits_take_what_torch_allocates_for_them(
         losses.measure_tokens(picked, head, [sample], schemas, at_once=at_once).sum().backward()
     shape = ONE_BILLION.model_copy(update={"hidden": hidden, "vocabulary": vocabulary})
     settings = PolicyClusterSettings(micro_batch_size=1, max_length=trained + 1)
-    said = rank_memory(shape, settings, sampled=trained, reference=False).logits
+    said = rank_memory(shape, settings, reference=False).logits
     assert said * 1e9 == pytest.approx(counted.most, rel=0.1)
 
 
@@ -295,49 +332,54 @@ class TestMemory:
     ) -> None:
         assert ONE_BILLION.parameters == 999_217_000
         settings = PolicyClusterSettings(nodes=2, gpus_per_node=2, zero_stage=stage)  # pyright: ignore[reportArgumentType]
-        memory = rank_memory(ONE_BILLION, settings, sampled=1, reference=False)
+        memory = rank_memory(ONE_BILLION, settings, reference=False)
         found = (memory.weights, memory.gradients, memory.optimizer, memory.step, memory.gathered)
         assert found == pytest.approx((weights, gradients, optimizer, step, gathered), rel=1e-3)
 
     def test_offloading_moves_the_optimiser_to_the_machine(self) -> None:
         settings = PolicyClusterSettings(gpus_per_node=4, offload_optimizer=True)
-        memory = rank_memory(ONE_BILLION, settings, sampled=1, reference=False)
+        memory = rank_memory(ONE_BILLION, settings, reference=False)
         assert (memory.optimizer, memory.step) == (0.0, 0.0)
         assert memory.host == pytest.approx(3.0, rel=1e-3)
 
     def test_a_penalty_keeps_the_first_weights(self) -> None:
         settings = PolicyClusterSettings(gpus_per_node=4, zero_stage=3)
-        assert rank_memory(
-            ONE_BILLION, settings, sampled=1, reference=True
-        ).reference == pytest.approx(0.5, rel=1e-3)
+        assert rank_memory(ONE_BILLION, settings, reference=True).reference == pytest.approx(
+            0.5, rel=1e-3
+        )
 
     def test_activations_with_and_without_checkpointing(self) -> None:
-        """One token of one layer: 16 x 1000 + 4 x 1000 + 4 x 200 + 8 x 1000 = 28,800 bytes."""
+        """One token of one layer: 16 x 1000 + 4 x 1000 + 4 x 200 + 8 x 1000 = 28,800 bytes, and 32
+        x 1000 for branches, whose masks take 500 bytes of a token.
+        """
         settings = PolicyClusterSettings(micro_batch_size=2, max_length=500)
         saved = settings.model_copy(update={"gradient_checkpointing": True})
         eager = settings.model_copy(update={"attention": "eager"})
         sums = [
-            rank_memory(ONE_BILLION, s, sampled=1, reference=False).activations
+            rank_memory(ONE_BILLION, s, reference=False).activations
             for s in (settings, saved, eager)
         ]
         assert sums == pytest.approx(
             [
-                1000 * 288_000 / 1e9,
-                1000 * (20_000 + 28_800) / 1e9,
-                1000 * 10 * (28_800 + 30_000) / 1e9,
+                1000 * (10 * (28_800 + 32_000) + 500) / 1e9,
+                1000 * (20_000 + 28_800 + 32_000 + 500) / 1e9,
+                1000 * (10 * (28_800 + 30_000 + 32_000) + 500) / 1e9,
             ]
         )
 
     def test_logits_are_counted_for_as_many_as_are_made_at_a_time(self) -> None:
-        settings = PolicyClusterSettings(micro_batch_size=2, max_length=500)
-        few, some, all_of_them = (
-            rank_memory(ONE_BILLION, settings, sampled=n, reference=False).logits
-            for n in (100, 150, 9999)
+        """2^27 logits are those of 284 positions."""
+        few, many = (
+            rank_memory(
+                ONE_BILLION,
+                PolicyClusterSettings(micro_batch_size=2, max_length=length),
+                reference=False,
+            ).logits
+            for length in (100, 500)
         )
         head = 472_598 * 1000
         assert few == pytest.approx((12 * 472_598 * 200 + 2 * head + 4 * 200 * 1000) / 1e9)
-        assert some == pytest.approx((6 * head + 4 * 300 * 1000) / 1e9)
-        assert all_of_them == pytest.approx((6 * head + 4 * 1000 * 1000) / 1e9)
+        assert many == pytest.approx((6 * head + 4 * 1000 * 1000) / 1e9)
 
     def test_the_32_768_tokens_of_the_paper_fit_80_gb(self) -> None:
         placement = place(load_experiment("complementary-7b", ["cluster.actor.max_length=32768"]))
@@ -346,7 +388,7 @@ class TestMemory:
 
     def test_the_larger_of_two_moments_counts(self) -> None:
         short = PolicyClusterSettings(micro_batch_size=1, max_length=1)
-        memory = rank_memory(ONE_BILLION, short, sampled=1, reference=False)
+        memory = rank_memory(ONE_BILLION, short, reference=False)
         assert memory.total == pytest.approx(2 + 2 + 12 + 4 + PROCESS_GB, rel=1e-3)
 
     def test_an_engine_keeps_keys_and_values_of_as_many_tokens_as_fit(self) -> None:
@@ -382,9 +424,7 @@ class TestMemory:
         )
 
         def total(**changes: object) -> float:
-            return rank_memory(
-                QWEN, settings.model_copy(update=changes), sampled=length, reference=True
-            ).total
+            return rank_memory(QWEN, settings.model_copy(update=changes), reference=True).total
 
         assert total(gpus_per_node=ranks + 1) <= total()
         assert total(offload_optimizer=True) <= total()
@@ -501,16 +541,6 @@ class TestRefusals:
                 ["extractor_model={name: tiny, dtype: float32}"],
                 ["extractor_model.dtype to be auto or bfloat16"],
             ),
-            (
-                ["cluster.actor={batch_size: 20, micro_batch_size: 4, gpus_per_node: 2}"],
-                [
-                    "cluster.actor.batch_size",
-                    "multiple of 8 = micro_batch_size 4 x 2 ranks",
-                    "got 20",
-                    "set it to 24",
-                ],
-            ),
-            (["cluster.extractor.batch_size=2"], ["cluster.extractor.batch_size", "set it to 4"]),
             (["cluster.actor.zero_stage=0"], ["zero_stage of 1, 2 or 3, got 0"]),
             (
                 ["cluster.actor.max_length=64"],
@@ -566,7 +596,7 @@ class TestRefusals:
         for piece in (
             "each rank of the actor",
             "15.0 GB, got about",
-            "activations 12.1",
+            "activations 21.2",
             "cluster.actor.gradient_checkpointing=true",
         ):
             assert piece in message
@@ -679,11 +709,8 @@ class TestWords:
         lines = list(describe_placement(experiment, place(experiment)))
         assert lines[0] == "placement: 7 GPUs of 80.0 GB on a Ray started on this machine"
         assert lines[1] == "actor: smollm2, 135 million parameters"
-        assert (
-            "4 ranks (1 node x 4 GPUs), ZeRO 3; an update takes 64 sequences of at most 4096 tokens"
-            in lines[2]
-        )
-        assert lines[2].endswith("= 4 ranks x 4 micro-batches of 4")
+        assert "4 ranks (1 node x 4 GPUs), ZeRO 3; a step takes at most 64 sequences" in lines[2]
+        assert lines[2].endswith("of 4096 tokens, packed into rows of at most 16384")
         assert "generation: 1 engine x 1 GPU, 85% of each" in lines[4]
         assert lines[6].startswith("extractor: smollm2")
 

@@ -265,6 +265,14 @@ def _standings(w: World) -> Any:
     return w.bank.standings(asked + near), w.bank.standings([]), w.bank.uplift(late.id)
 
 
+def _standings_near(w: World) -> Any:
+    for outcome in (True, False, None):
+        w.bank.record(episode(w.first, success=outcome))
+        w.bank.record(episode(None, success=True))
+    found = w.bank.standings_near("open the door", [(one, 0.9) for one in w.entries])
+    return [one.model_copy(update={"age": 0}) for one in found]
+
+
 def _approve(w: World) -> Any:
     told = distillation(xp.Add(text="knock first"), xp.Update(entry=1, text="oil the key"))
     ended = w.episodes[0]
@@ -394,6 +402,7 @@ SCENARIOS: dict[str, Callable[[World], Any]] = {
         w.bank.merge_duplicates([]),
     ],
     "standings": _standings,
+    "standings_near": _standings_near,
     "approve": _approve,
     "embedder": lambda w: [w.bank.embedder.id, w.bank.embedder(["red door", "key"]).round(5)],
     "redacted": lambda w: [
@@ -646,6 +655,7 @@ def test_every_method_of_a_bank_has_an_operation_or_is_made_of_others() -> None:
         "snapshot",
         "submit_many",
         "counters",
+        "standings_near",
         "close",
     }
     described = {"head", "text_limit", "embedder", "redacted", "closed", "queue"}  # by info

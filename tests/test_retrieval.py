@@ -1,4 +1,4 @@
-"""Eq. 6 of Complementary RL against numbers worked by hand."""
+"""Eq. 6 of Complementary RL against numbers worked by hand, and against its plain formula."""
 
 import math
 import random
@@ -11,6 +11,7 @@ from experiential.bank.options import RetrievalOptions
 from experiential.bank.search.strategies import (
     STRATEGIES,
     Candidate,
+    Near,
     Retrievals,
     diversity_score,
     draw,
@@ -18,7 +19,10 @@ from experiential.bank.search.strategies import (
     shared_ranks,
     strategy,
 )
+from experiential.bank.search.where import Row, Scored
+from experiential.bank.storage.tables import Live
 from experiential.errors import ConfigError
+from experiential.types import Experience
 
 
 def candidates(*cosines):
@@ -84,6 +88,76 @@ def test_window_zero_turns_recency_off():
     seen = Retrievals(window=0)
     seen.note("a")
     assert not seen.is_recent("a")
+
+
+def plain_eq_6(found, seen, settings, source, k):
+    """Choose as eq. 6 is written, from all candidates, one step after the other."""
+    found = [one for one in found if one.cosine >= settings.floor]
+    ranks = shared_ranks([one.cosine for one in found], settings.tie)
+    pool, size = found, settings.pool * k
+    if len(pool) > size:
+        border = ranks[size - 1]
+        tied = [one for one, rank in zip(found, ranks, strict=True) if rank == border]
+        least = sorted(tied, key=lambda one: seen.count(one.id))[: size - border]
+        pool = found[:border] + sorted(least, key=lambda one: -one.cosine)
+    scores = [
+        -rank - settings.diversity * math.log1p(seen.count(one.id)) - seen.is_recent(one.id)
+        for one, rank in zip(pool, ranks, strict=False)
+    ]
+    picks = [(pool[at], chance) for at, chance in draw(scores, k, settings.exploration, source)]
+    for one, _ in picks:
+        seen.note(one.id)
+    return picks
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_queries_of_a_batch_are_answered_as_by_the_plain_formula(seed):
+    """Few entries, many queries and coarse cosines: reservations, and ties at every place."""
+    source = random.Random(seed)
+    entries = [Experience(id=f"m{i}", text=str(i)) for i in range(source.randint(1, 24))]
+    earlier = {entry.id: source.choice([0, 0, 1, 5]) for entry in entries}
+    settings = RetrievalOptions(
+        strategy="diverse",
+        pool=source.choice([1, 2, 4]),
+        tie=source.choice([0.0, 1e-3, 1e-2]),
+        diversity=source.choice([0.0, 0.4]),
+        recency=source.choice([0, 3, 8]),
+        exploration=source.choice([0.0, 0.0, 0.5]),
+        floor=source.choice([-1.0, 0.7]),
+    )
+    memories = [Retrievals(settings.recency, earlier.__getitem__) for _ in range(4)]
+    sources = [random.Random(7) for _ in range(4)]
+    k = source.choice([1, 1, 2, 3])
+    for _ in range(60):
+        some = source.sample(entries, source.randint(0, len(entries)))
+        digits = source.choice([2, 3, 4])
+        hits = [Scored(entry, round(source.uniform(0.6, 0.9), digits)) for entry in some]
+        hits.sort(key=lambda hit: -hit.score)
+        listed = [Candidate(hit.item.id, hit.score) for hit in hits]
+        live = [Live(hit.item, frozenset()) for hit in hits]
+        ids, cosines = [one.id for one in listed], [one.cosine for one in listed]
+        row = Row(["?", *ids], [Live("?", frozenset()), *live], [2.0, *cosines], 1, 1 + len(ids))
+        forms = [listed, Near(hits), Near(row)]
+        expected = plain_eq_6(listed, memories[3], settings, sources[3], k)
+        for form, seen, own in zip(forms, memories, sources, strict=False):
+            assert select(form, seen, settings, own, k) == expected
+
+
+def test_candidates_are_cut_sliced_and_looped_over_as_a_list_of_them():
+    entries = [Experience(id=f"m{i}", text=str(i)) for i in range(4)]
+    cosines = [0.9, 0.8, 0.7, 0.6]
+    live = [Live(entry, frozenset()) for entry in entries]
+    listed = [Candidate(f"m{i}", cosine) for i, cosine in enumerate(cosines)]
+    row = Row([one.id for one in listed], live, cosines, 0, 4)
+    hits = [Scored(entry, cosine) for entry, cosine in zip(entries, cosines, strict=True)]
+    assert list(row) == hits and row[-3:] == hits[-3:] and row[::2] == hits[::2]
+    for near in (Near(row), Near(hits)):
+        assert list(near) == listed and near[1:3] == listed[1:3] and near[-1] == listed[-1]
+        assert list(near.above(0.7)) == listed[:3] and list(near.above(0.95)) == []
+        assert list(near.at([2, 0])) == [listed[2], listed[0]]
+        assert near.entry("m2") is entries[2]
+        with pytest.raises(IndexError):
+            near[4]
 
 
 def test_counts_of_earlier_sessions_are_added():

@@ -35,6 +35,7 @@ from experiential.rollout import (
     Task,
     failures,
     refuse_broken,
+    with_experience,
 )
 from experiential.types import Condition, Generation, Message, Trajectory
 from tests.wrapper_worlds import CorridorEnv, CountingManager
@@ -376,3 +377,15 @@ async def test_an_episode_of_unknown_outcome_fails_by_name_and_is_not_submitted(
         [episode] = await made.play([job(condition=Condition.GUIDED)])
     assert "whether the episode was a success" in (episode.trajectory.error or "")
     assert manager.submitted == []
+
+
+@pytest.mark.parametrize("guided", [True, False])
+def test_an_actor_that_may_only_choose_can_choose_to_ask_the_bank(guided: bool) -> None:
+    manager = CountingManager("Say go.")
+    env = with_experience(CorridorEnv(), manager, search_and_ask=1)
+    _, info = env.reset(options={"guided": guided})
+    *actions, call = info["admissible"] if guided else [*info["admissible"], ""]
+    assert actions == ["go", "stay"]
+    if guided:
+        observation, *_, info = env.step(call)
+        assert "Say go." in observation and info["admissible"] == ["go", "stay"]

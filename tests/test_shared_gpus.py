@@ -231,7 +231,7 @@ class Rank(Actor):
     def awaited(self, answer: Future[Any]) -> Future[Any]:
         if self.gpus.starting.get(self.name) is answer:
             del self.gpus.starting[self.name]
-            self.note(answer, "start", PARAMETERS)
+            self.note(answer, "start", (PARAMETERS, True))
         return answer
 
     def on_reload_states(self, answer: Future[Any]) -> None:
@@ -264,14 +264,11 @@ class Rank(Actor):
         )
         self.work(answer, what, result)
 
-    def on_take(self, answer: Future[Any], _: Any) -> None:
-        answer.set_result(None)
+    def on_learn(self, answer: Future[Any], *_: Any) -> None:
+        self._compute(answer, "learn", RankStats())
 
-    def on_learn(self, answer: Future[Any], _: LossSettings, updates: int, version: int) -> None:
-        self._compute(answer, "learn", RankStats(updates=updates))
-
-    def on_score(self, answer: Future[Any]) -> None:
-        self._compute(answer, "score", [(-1.0,)])
+    def on_score(self, answer: Future[Any], samples: list[Sample], _: Any) -> None:
+        self._compute(answer, "score", [(-1.0,)] * len(samples))
 
     def on_save_state(self, answer: Future[Any], folder: str) -> None:
         assert Path(folder).is_absolute(), "its working directory is another"
@@ -293,12 +290,6 @@ class Group:
         assert group == "the group"
         self._actor_handlers = [Rank(f"{role} rank {i}", gpus) for i in range(GPUS)]
         gpus.ranks.update({rank.name: False for rank in self._actor_handlers})
-
-    def async_run_method(self, method: str, *arguments: Any) -> list[Any]:
-        return [getattr(rank, method).remote(*arguments) for rank in self._actor_handlers]
-
-    def async_run_method_batch(self, method: str, sample: list[Sample]) -> list[Any]:
-        return [getattr(rank, method).remote(sample) for rank in self._actor_handlers]
 
 
 def experiment(*overrides: str) -> Experiment:

@@ -109,7 +109,8 @@ def test_an_agent_that_only_calls_still_ends(alone: bool, free: bool) -> None:
     ]
     assert ends == [False] * (len(ends) - 1) + [True] and len(manager.asked) == (0 if free else 2)
     (trajectory,) = manager.submitted
-    assert not trajectory.success and trajectory.turns == () and trajectory is env.last_trajectory
+    assert trajectory.success is False and trajectory.turns == ()  # asking alone solves no task
+    assert trajectory is env.last_trajectory
     with pytest.raises(gym.error.ResetNeeded):
         env.step("<search_and_ask>again</search_and_ask>")
 

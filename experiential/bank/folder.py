@@ -57,7 +57,7 @@ from experiential.bank.records import (
     Standing,
     UsedIn,
 )
-from experiential.bank.search.where import Scope, Scored
+from experiential.bank.search.where import Ranking, Scope
 from experiential.bank.state import (
     BankView,
     Content,
@@ -416,11 +416,11 @@ class FolderBank(StateReader, Bank, Shared):
 
     def nearest(
         self, queries: Sequence[str], n: int, scopes: Sequence[Scope], words: bool = False
-    ) -> list[list[Scored[Experience]]]:
+    ) -> list[Ranking]:
         if not self._finalizer.alive:
             raise BankError(_CLOSED)
 
-        def search() -> list[list[Scored[Experience]]]:
+        def search() -> list[Ranking]:
             state = self._state
             if words:
                 state.nearest.index_words(lambda: state.entries)
@@ -563,13 +563,7 @@ class FolderBank(StateReader, Bank, Shared):
     def standings(self, asked: Sequence[Asked]) -> list[Standing]:
         outcomes, found = self._outcomes_so_far(), list[Standing]()
         for one in asked:
-            known = self._family(one.id, one.version)
-            if known is None:
-                raise BankError(
-                    f"Expected an entry version that this bank knows, got {one.id!r} version"
-                    f" {one.version}; list them with bank.history()"
-                )
-            entry, family = known
+            entry, family = self._known_family(one.id, one.version)
             standing = outcomes.standing(
                 family,
                 one.relevance,
@@ -582,11 +576,34 @@ class FolderBank(StateReader, Bank, Shared):
             found.append(standing)
         return found
 
+    def standings_near(
+        self, query: str, found: Sequence[tuple[Experience, float]]
+    ) -> list[Standing]:
+        outcomes, known = self._outcomes_so_far(), self._families
+        asked = [
+            (
+                (known.get((of.id, of.version)) or self._known_family(of.id, of.version))[1],
+                relevance,
+                of,
+            )
+            for of, relevance in found
+        ]
+        return outcomes.standings(query, asked)
+
+    def _known_family(self, id: str, version: int) -> tuple[Experience, tuple[Content, ...]]:
+        known = self._family(id, version)
+        if known is None:
+            raise BankError(
+                f"Expected an entry version that this bank knows, got {id!r} version {version};"
+                " list them with bank.history()"
+            )
+        return known
+
     def _family(self, id: str, version: int) -> tuple[Experience, tuple[Content, ...]] | None:
         """Return an entry version, and what it says and all that it was merged from said."""
         known = self._families.get((id, version))
         if known is None:
-            live = self._state.entries.get(id)
+            live = self._reading(lambda: self._state.entries.get(id))
             if live is not None and live.experience.version == version:
                 entry = live.experience
             elif (stored := self._history.stored(id, version)) is not None:

@@ -26,6 +26,7 @@ from experiential.bank.records import (
     LogEntry,
     Policy,
     Standing,
+    asked_near,
 )
 from experiential.bank.search.searchable import Searchable
 from experiential.bank.storage import bundle
@@ -246,6 +247,15 @@ class Bank(View, Protocol):
             BankError: there is no such entry or version.
         """
         ...
+
+    def standings_near(
+        self, query: str, found: Sequence[tuple[Experience, float]]
+    ) -> list[Standing]:
+        """Do as ``standings`` for entries that a search found, each with its relevance to a query.
+
+        Ages may be missing.
+        """
+        return self.standings(asked_near(query, found))
 
     # Writing
 

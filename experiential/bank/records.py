@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from experiential.types import Condition, Experience, Record, Statistics, Uplift
@@ -77,6 +77,14 @@ class Asked(Record):
     version: int
     relevance: float | None = None
     query: str = ""
+
+
+def asked_near(query: str, found: Iterable[tuple[Experience, float]]) -> list[Asked]:
+    """Name the entries that a search found, each with its relevance to the query."""
+    return [
+        Asked(id=entry.id, version=entry.version, relevance=relevance, query=query)
+        for entry, relevance in found
+    ]
 
 
 class Standing(Record):

@@ -33,6 +33,8 @@ _LONGEST_WAIT = 10
 """Requests wait for others at most this many times ``batch_wait``."""
 _PREFILL_TOKENS = 16384
 """Tokens of one prefill forward, a little more if its last prompt does; more are split."""
+_CPU_PREFILL_TOKENS = 1024
+"""The same on a CPU, where the values between two layers shall stay in its cache."""
 _ROOM = 128
 """Tokens of a response, at most, that a row has room for from the beginning."""
 _NUCLEUS = 1024
@@ -205,18 +207,25 @@ class Engine:
         for request in track.joining:  # a response in the making begins with its forced tokens
             distinct.setdefault((*request.prompt, *request.response), []).append(request)
         prompts = [np.array(prefix, dtype=np.int64) for prefix in distinct]
-        if self.cache.keeps:
-            self._share(prompts)
         opened: list[_Opened] = []
         try:
-            for ids, members in zip(prompts, distinct.values(), strict=True):
-                room = min(_ROOM, max(request.limit for request in members))
-                opened.append(_Opened(self.cache.open(ids, room), ids, members))
+            beginnings: list[tuple[Row, NDArray[np.int64]]] = []
+            try:  # in use until all prompts have them, for idle ones might have to make room
+                if self.cache.keeps:
+                    self._share(prompts, beginnings)
+                for ids, members in zip(prompts, distinct.values(), strict=True):
+                    room = min(_ROOM, max(request.limit for request in members))
+                    opened.append(_Opened(self.cache.open(ids, room), ids, members))
+            finally:
+                for row, ids in beginnings:
+                    self.cache.release(row, ids)
             opened.sort(key=lambda one: one.row.place, reverse=True)
+            cpu = self.forward.device.type == "cpu"
+            most = _CPU_PREFILL_TOKENS if cpu else _PREFILL_TOKENS
             while opened:
                 chunk = [opened.pop()]
                 new = len(chunk[0].ids) - chunk[0].row.length
-                while opened and new <= _PREFILL_TOKENS:
+                while opened and new <= most:
                     new += len(opened[-1].ids) - opened[-1].row.length
                     chunk.append(opened.pop())
                 try:
@@ -256,8 +265,14 @@ class Engine:
         track.rows.sort(key=_place)
         resolve_futures(request.future for request in requests if request.finish is not None)
 
-    def _share(self, prompts: Sequence[NDArray[np.int64]]) -> None:
+    def _share(
+        self,
+        prompts: Sequence[NDArray[np.int64]],
+        beginnings: list[tuple[Row, NDArray[np.int64]]],
+    ) -> None:
         """Forward the common beginnings of prompts, where one forward more saves enough tokens.
+
+        Their rows are added to ``beginnings``; the caller releases them.
 
         First comes the beginning of all (a system prompt), then those of the prompts of one task
         (its first observation). The latter are runs of neighbours in sorted order, cut at the
@@ -299,7 +314,6 @@ class Engine:
                 continue
             wanted = [prompts[group[0]][:length] for group, length in groups]
             rows: list[Row] = []
-            kept: list[NDArray[np.int64] | None] = [None] * len(wanted)
             try:
                 for ids in wanted:
                     rows.append(self.cache.open(ids, 0))
@@ -307,10 +321,13 @@ class Engine:
                 self.forward.extend(
                     rows, [ids[row.length :] for ids, row in zip(wanted, rows, strict=True)]
                 )
-                kept = [*wanted]
-            finally:
-                for row, ids in zip(rows, kept, strict=False):
-                    self.cache.release(row, ids)
+            except BaseException:
+                for row in rows:
+                    self.cache.release(row)
+                raise
+            for row, ids in zip(rows, wanted, strict=True):
+                self.cache.record(row, ids)
+                beginnings.append((row, ids))
             held = [self.cache.match(ids)[0] for ids in prompts]
 
     def _leave(self, track: _Track) -> None:

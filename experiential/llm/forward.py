@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,9 +19,14 @@ from transformers.integrations.sdpa_attention import (
 from transformers.masking_utils import sdpa_mask  # pyright: ignore[reportUnknownVariableType]
 
 from experiential.errors import BackendError
+from experiential.llm.decoder import Decoder
 from experiential.llm.states import Row, Slab
 
 Ids = NDArray[np.int64]
+_PROBE = 16
+"""Tokens by which a model and its `Decoder` are compared."""
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
+"""By how much their logits may differ, as a share of the logits' spread."""
 
 
 @dataclass
@@ -62,7 +68,7 @@ class ForwardPass:
         self._base: Any = base
         self._config: Any = config
         self._adapter = adapter
-        self._device: torch.device = base.device
+        self.device: torch.device = base.device
         self._no_mask = torch.zeros((1, 1, 1, 1), device=base.device)  # else one is computed
         accepted = inspect.signature(base.forward).parameters
         self._short = "logits_to_keep" in accepted
@@ -92,7 +98,7 @@ class ForwardPass:
                 for width in np.unique(widths)
             ]
             order = np.argsort(widths, kind="stable").argsort()
-            logits = torch.cat(parts)[torch.as_tensor(order, device=self._device)]
+            logits = torch.cat(parts)[torch.as_tensor(order, device=self.device)]
         for row, width in zip(rows, widths, strict=True):
             row.length += int(width)
         self.stats.forwarded_rows += len(rows)
@@ -106,27 +112,69 @@ class ForwardPass:
         ends = np.cumsum(widths)
         starts = np.array([row.length for row in rows]) - (ends - widths)
         positions = np.arange(int(ends[-1])) + np.repeat(starts, widths)
-        last = torch.as_tensor(ends - 1, device=self._device)
+        to = partial(torch.as_tensor, device=self.device)
+        runs = _find_runs(rows, widths.tolist(), self._base.dtype, self.device)
+        packed = _Packed(to(np.concatenate(tokens)), to(positions), to(ends - 1), runs)
+        if self._decoder is None:
+            logits = self._forward_model(packed)
+        else:
+            logits = self._decode(self._decoder, packed)
+        self.stats.forwards += 1
+        return logits
+
+    def _forward_model(self, packed: _Packed) -> Tensor | None:
         attended: list[int] = []
         usual = self._config._attn_implementation  # others train the same model
         self._config._attn_implementation = _NAME
         try:
             output = self._base(
-                input_ids=torch.as_tensor(np.concatenate(tokens)[None], device=self._device),
-                position_ids=torch.as_tensor(positions[None], device=self._device),
+                input_ids=packed.ids[None],
+                position_ids=packed.positions[None],
                 attention_mask=self._no_mask,
                 use_cache=False,
-                runs=_find_runs(rows, widths.tolist(), self._base.dtype, self._device),
+                runs=packed.runs,
                 attended=attended,
-                **({"logits_to_keep": last} if self._short else {}),
+                **({"logits_to_keep": packed.last} if self._short else {}),
             )
         finally:
             self._config._attn_implementation = usual
-        self.stats.forwards += 1
         if sorted(attended) != [*range(self.layers)]:
             self._packs = False
             return None
-        return output.logits[0] if self._short else output.logits[0][last]
+        return output.logits[0] if self._short else output.logits[0][packed.last]
+
+    @staticmethod
+    def _decode(decoder: Decoder, packed: _Packed) -> Tensor:
+        empty = decoder.empty_states()
+        for run in packed.runs:
+            run.slab.states(empty)
+        attend = partial(attend_rows, packed.runs)
+        return decoder.logits(packed.ids, packed.positions, packed.last, attend)
+
+    @cached_property
+    def _decoder(self) -> Decoder | None:
+        """Return what needs less time than the model, if both find the same after some tokens."""
+        if not Decoder.fits(self._base):
+            return None
+        decoder = Decoder(self._base)
+        shape = [2 * self.layers, 1, *decoder.empty_states().shape[1:]]
+        shape[3] = _PROBE
+        with torch.inference_mode():
+            states = torch.zeros(shape, dtype=self._base.dtype)
+            row = Row(Slab(0, 1, _PROBE, self.layers, states), 0)
+            places = torch.arange(_PROBE)
+            runs = _find_runs([row], [_PROBE], self._base.dtype, self.device)
+            ids = 7919 * (places + 1) % self.vocabulary
+            packed = _Packed(ids, places, places, runs)
+            expected = self._forward_model(packed)
+            if expected is None:
+                return None
+            try:
+                found = self._decode(decoder, packed)
+            except (AttributeError, RuntimeError, TypeError):  # parts that another version has not
+                return None
+        error, spread = (found - expected).square().mean().sqrt(), expected.std()
+        return decoder if error < _TOLERANCE[self._base.dtype] * spread else None
 
     def _extend_padded(
         self, rows: Sequence[Row], tokens: Sequence[Sequence[int] | Ids], members: Ids
@@ -155,9 +203,9 @@ class ForwardPass:
         mask = places >= held - starts
         positions = starts + places[: ids.shape[1]]
         output = self._base(
-            input_ids=torch.as_tensor(ids, device=self._device),
-            attention_mask=torch.as_tensor(mask, device=self._device),
-            position_ids=torch.as_tensor(positions, device=self._device),
+            input_ids=torch.as_tensor(ids, device=self.device),
+            attention_mask=torch.as_tensor(mask, device=self.device),
+            position_ids=torch.as_tensor(positions, device=self.device),
             past_key_values=cache,
             use_cache=True,
             **({"logits_to_keep": 1} if self._short else {}),
@@ -174,6 +222,22 @@ class ForwardPass:
                     data = row.slab.states(new[:1])[index, row.slot]
                     data[:, row.length : row.length + ids.shape[1]] = new[place, :, held:]
         return output.logits[:, -1]
+
+
+class _Packed(NamedTuple):
+    """Hold the new tokens of all rows as one sequence.
+
+    Attributes:
+        ids: shape (tokens,).
+        positions: of the tokens in their rows.
+        last: places of those whose logits are wanted.
+        runs: of the rows, in the order of their new tokens.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    last: Tensor
+    runs: list[_Run]
 
 
 class _Run(NamedTuple):
@@ -277,23 +341,51 @@ def attend(
         )
     if attended is not None:
         attended.append(module.layer_idx)
-    heads, dim = key.shape[1], key.shape[3]
-    shared = query.shape[1] // heads  # query heads of a key-value head
-    result = query.new_empty((query.shape[2], query.shape[1], dim))
     for run in runs:
-        data = run.slab.states(key)
-        index, slots = 2 * module.layer_idx, slice(run.first, run.first + run.rows)
+        run.slab.states(key)
+    result = query.new_empty((query.shape[2], query.shape[1], query.shape[3]))
+    query, key, value = (one[0].transpose(0, 1) for one in (query, key, value))
+    scaling = options.get("scaling")
+    attend_rows(runs, module.layer_idx, query, key, value, result, scaling)
+    return result.unsqueeze(0), None
+
+
+def attend_rows(
+    runs: Sequence[_Run],
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    result: Tensor,
+    scaling: float | None = None,
+) -> None:
+    """Write new states into their slots, and what the tokens attend to into ``result``.
+
+    Tensors have shape (tokens, heads, dim), and may have more precision than the states.
+    """
+    heads, dim = key.shape[1:]
+    shared = query.shape[1] // heads  # query heads of a key-value head
+    for run in runs:
+        data = run.slab.data
+        assert data is not None
+        index, slots = 2 * layer, slice(run.first, run.first + run.rows)
         tokens = slice(run.begin, run.begin + run.rows * run.width)
-        for states, new in ((data[index], key), (data[index + 1], value)):
+        queries, *new = (
+            one[tokens].view(run.rows, run.width, -1, dim).transpose(1, 2)
+            for one in (query, key, value)
+        )
+        for states, parts in zip(data[index : index + 2], new, strict=True):
             if run.at is not None:
-                states[run.at[0], :, run.at[1]] = new[0, :, tokens].transpose(0, 1)
+                states[run.at[0], :, run.at[1]] = parts[:, :, 0].to(data.dtype)
             else:
-                parts = new[0, :, tokens].view(heads, run.rows, run.width, dim).transpose(0, 1)
                 states[slots, :, run.start : run.columns] = parts
-        keys, values = data[index : index + 2, slots, :, : run.columns]
-        queries = query[0, :, tokens].view(-1, run.rows, run.width, dim).transpose(0, 1)
         causal = run.width > 1 and run.start == 0
-        mask = None if run.mask is None else run.mask.to(query.dtype)
+        if causal:
+            keys, values = new
+        else:
+            queries = queries.to(data.dtype)
+            keys, values = data[index : index + 2, slots, :, : run.columns]
+        mask = None if run.mask is None else run.mask.to(queries.dtype)
         if not causal and shared > 1:
             # heads that share keys are rows of one product; sdpa would repeat or mask them apart
             queries = queries.reshape(run.rows, heads, shared * run.width, dim)
@@ -304,11 +396,10 @@ def attend(
             values,
             attn_mask=mask,
             is_causal=causal,
-            scale=options.get("scaling"),
+            scale=scaling,
             enable_gqa=causal and shared > 1,
         ).reshape(run.rows, heads * shared, run.width, dim)
         result[tokens].view(run.rows, run.width, -1, dim).copy_(seen.transpose(1, 2))
-    return result.unsqueeze(0), None
 
 
 _NAME = "experiential"

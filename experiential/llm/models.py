@@ -292,8 +292,8 @@ def resolve_device(device: str) -> str:
 def resolve_dtype(settings: ModelSettings) -> str:
     """Return float32 or bfloat16; ``auto`` is bfloat16 where that is faster.
 
-    It is for a model of width 512 or more, on a CPU with matrix products in bfloat16 (AVX512-BF16
-    or AMX) or a GPU of compute capability 8 or more.
+    It is for a model of width 512 or more, on a CPU that multiplies matrices of bfloat16 faster
+    than those of float32, as measured, or a GPU of compute capability 8 or more.
     """
     if settings.dtype != "auto":
         return settings.dtype
@@ -307,14 +307,22 @@ def resolve_dtype(settings: ModelSettings) -> str:
 
 
 def computes_bfloat16(device: str) -> bool:
-    """Return whether a device multiplies matrices of bfloat16 by instructions of its own."""
+    """Return whether a device multiplies matrices faster in bfloat16 than in float32.
+
+    Instructions for it are no proof: AVX512-BF16 makes products twice as fast as float32 on one
+    processor and half as fast on another.
+    """
     import torch
 
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_capability(device)[0] >= 8
     tell: Any = getattr(torch.cpu, "get_capabilities", None)  # an old torch cannot tell
     found: dict[str, bool] = tell() if tell is not None else {}
-    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+    if not (found.get("avx512_bf16") or found.get("amx_bf16")):
+        return False
+    from experiential.llm.decoder import multiplies_bfloat16
+
+    return multiplies_bfloat16()
 
 
 def _weights(name: str, dtype: Any, merge: bool) -> Any:

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Ids = NDArray[np.int64]
-MEMORY_SHARE = 0.2
-"""Share of the free memory that states may take where no size is set."""
+MEMORY_SHARE = 0.1
+"""Share of the free memory that the states of a policy may take where no size is set."""
 _FLOOR_GB = 0.25
 """Memory that they may take at least, then."""
 _SLAB = 8192
@@ -93,8 +93,9 @@ class PrefixCache:
 
     Args:
         layers: of the model.
-        max_gb: memory for states, in 10^9 bytes; None takes a fifth of what is free at the first
-            forward, 0 keeps no idle row. Rows in use get room in any case.
+        max_gb: memory for states, in 10^9 bytes; None takes a tenth of what is free at the first
+            forward, 0 keeps no idle row. Rows in use get room in any case; once they are idle, the
+            oldest go until the rest fits.
     """
 
     def __init__(self, layers: int, max_gb: float | None = None) -> None:
@@ -204,6 +205,8 @@ class PrefixCache:
             self._vacate(row)
         else:
             self._idle[row.entry] = row
+            while sum(one.slab.capacity for one in self._idle.values()) > self._limit():
+                self._drop_oldest()
 
     def clear(self) -> None:
         """Drop the idle rows and hide those in use, because the weights have changed."""
@@ -244,11 +247,14 @@ class PrefixCache:
                 self.tokens += rows * capacity
                 self._slabs.append(slab)
             else:
-                entry, row = self._idle.popitem(last=False)
-                self._vacate(row)
-                self._ghosts[entry] = None
-                if len(self._ghosts) > _GHOSTS:
-                    self._forget(self._ghosts.popitem(last=False)[0])
+                self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        entry, row = self._idle.popitem(last=False)
+        self._vacate(row)
+        self._ghosts[entry] = None
+        if len(self._ghosts) > _GHOSTS:
+            self._forget(self._ghosts.popitem(last=False)[0])
 
     def _limit(self) -> int:
         """Return the tokens that there may be room for; a slab's before the first forward."""

@@ -43,7 +43,7 @@ class TransformersLLM(LLM):
         dtype: used when ``model`` is a name.
         device: used when ``model`` is a name; auto, cpu, cuda, cuda:1 ...
         max_batch: sequences decoded together, per priority.
-        prefix_cache_gb: memory for key-value states kept for reuse; None takes a fifth of what is
+        prefix_cache_gb: memory for key-value states kept for reuse; None takes a tenth of what is
             free, 0 keeps none.
         executor: thread that runs the model, shared by policies on one device; by default its own.
         adapter: peft adapter to activate before each forward, so that policies can share one base.
@@ -194,6 +194,10 @@ class TransformersLLM(LLM):
         """Set the version of new weights; key-value states of the old ones are not used again."""
         self.version = version
         self._epoch += 1
+
+    def forget(self) -> None:
+        """Drop the key-value states of past prompts; call this on the executor's thread."""
+        self._engine.cache.clear()
 
     def close(self) -> None:
         """Refuse further requests and end an executor of its own; safe to call twice."""

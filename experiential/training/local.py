@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property, partial
-from inspect import signature
-from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +23,7 @@ from experiential.llm.states import MEMORY_SHARE, free_memory, total_memory
 from experiential.llm.transformers import TransformersLLM
 from experiential.llm.vllm import VLLM
 from experiential.rollout import make_env
-from experiential.training import attention
+from experiential.training.attention import PackedModel, States
 from experiential.training.losses import (
     Measure,
     Sums,
@@ -38,7 +36,15 @@ from experiential.training.losses import (
     token_entropies,
     token_logprobs,
 )
-from experiential.training.memory import saved_bytes
+from experiential.training.memory import give_back, saved_bytes
+from experiential.training.packing import (
+    Row,
+    by_sample,
+    common_beginning,
+    deal,
+    draw_batches,
+    pack,
+)
 from experiential.training.runtime import (
     LossSettings,
     Policies,
@@ -47,7 +53,6 @@ from experiential.training.runtime import (
     TrainStats,
     usable_samples,
 )
-from experiential.training.samples import Row, pack
 from experiential.types import Generation
 
 _STATE = "state.pt"
@@ -56,6 +61,8 @@ _GPU_SHARE = 0.4
 MICRO_BATCH = (512, 16384)
 """The fewest and the most tokens that go forward together: fewer leave a device idle, and more win
 nothing. A longer sequence goes alone."""
+_SHARING = 256
+"""Tokens that forwarding a common beginning apart must save."""
 _SHARES = {"cpu": 1 / 16, "cuda": 1 / 2}
 """Parts of the free memory for activations. A host's is shared with other processes, and the C
 library's allocator takes about twice what the tensors need."""
@@ -102,6 +109,7 @@ class LocalRuntime(PolicyRuntime):
         # the causal language model inside a peft wrapper, or the model itself
         wrapped = hasattr(llm.model, "get_base_model")
         self._base: Any = self._model.get_base_model() if wrapped else llm.model
+        self._packed = PackedModel(self._base)
         trained = "" if llm.adapter is None else f".{llm.adapter}."
         self._parameters: list[torch.nn.Parameter] = [
             p.requires_grad_(True) for n, p in self._model.named_parameters() if trained in n
@@ -251,19 +259,15 @@ class LocalRuntime(PolicyRuntime):
 
     def _train(self, samples: list[Sample], loss: LossSettings) -> TrainStats:
         begin = time.perf_counter()
+        self.llm.forget()  # states of weights that are about to change
         stats = TrainStats(
             samples=len(samples),
             tokens=sum(len(s.positions) for s in samples),
             sequence_tokens=sum(len(s.tokens) for s in samples),
         )
-        generator, sums = torch.Generator().manual_seed(loss.seed), Sums()
-        parts = min(loss.mini_batches, len(samples))
-        edges = [round(i * len(samples) / parts) for i in range(parts + 1)]
-        for epoch in range(loss.epochs):
-            order = list(range(len(samples)))
-            if epoch or loss.mini_batches > 1:
-                order = [int(i) for i in torch.randperm(len(samples), generator=generator)]
-            batches = [order[a:b] for a, b in pairwise(edges)]
+        sums, parts = Sums(), min(loss.mini_batches, len(samples))
+        cut = False  # into micro-batches, because memory is short
+        for epoch, batches in enumerate(draw_batches(len(samples), parts, loss)):
             if epoch == 0:  # the first step takes its log-probabilities from its own forward
                 self._rescore(samples, batches if loss.epochs > 1 else batches[1:], loss)
             self._activate(training=True)
@@ -274,14 +278,25 @@ class LocalRuntime(PolicyRuntime):
                 self._optimizer.zero_grad(set_to_none=True)
                 for weight in self._parameters:  # a backward pass that failed leaves gradients
                     weight.grad = None
-                for row in self._rows(part):
-                    value, metrics = self._loss(row, part, loss, total, first=first)
-                    with self._attention():  # checkpoints go forward again
+                rows = self._rows(part)
+                cut = cut or len(rows) > 1
+                references = self._referred(rows, part) if loss.kl > 0 else [None] * len(rows)
+                beginning = self._packed.beginning(rows)  # goes forward and backward once
+                for row, reference in zip(rows, references, strict=True):
+                    value, metrics = self._loss(
+                        row, part, loss, total, reference, beginning.states, first=first
+                    )
+                    with self._packed.attention():  # checkpoints go forward again
                         cast("Any", value).backward()  # torch leaves its arguments untyped
                     self._collect_gradients()
                     stats.loss += float(value.detach())
-                    stats.forwarded_tokens += len(row.tokens)
+                    stats.forwarded_tokens += len(row.tokens) - row.known
                     add_sums(sums, metrics)
+                if beginning.states:
+                    with self._packed.attention():
+                        beginning.backward()
+                    self._collect_gradients()
+                    stats.forwarded_tokens += rows[0].known
                 norm = torch.nn.utils.clip_grad_norm_(self._masters, self.optim.max_grad_norm)
                 if torch.isfinite(norm):
                     cast("Any", self._optimizer).step()
@@ -292,6 +307,8 @@ class LocalRuntime(PolicyRuntime):
                 stats.updates += 1
                 self.llm.weights_changed(self.version + 1)
         self._activate(training=False)
+        if cut:
+            give_back()  # to the states of the other policy, for one
         stats.loss /= max(1, stats.updates)
         stats.grad_norm /= max(1, stats.updates)
         stats.metrics |= means(sums)
@@ -320,9 +337,11 @@ class LocalRuntime(PolicyRuntime):
     ) -> list[tuple[float, ...]]:
         """Measure every trained token of each sample, without gradients."""
         found: dict[int, tuple[float, ...]] = {}
-        for row in self._rows(samples):
-            with torch.no_grad():
-                found |= _by_sample(row, samples, self._logprobs(row, samples, measure))
+        rows = self._rows(samples)
+        with torch.no_grad():
+            known = self._packed.beginning(rows).states
+            for row in rows:
+                found |= by_sample(row, samples, self._logprobs(row, samples, known, measure))
         return [found[member] for member in range(len(samples))]
 
     def _collect_gradients(self) -> None:
@@ -334,8 +353,18 @@ class LocalRuntime(PolicyRuntime):
                 weight.grad = None
 
     def _rows(self, samples: list[Sample]) -> list[Row]:
+        """Cut a batch into rows; where all begin alike, and long enough, that is known to each."""
         limit = self.optim.tokens_per_micro_batch or self._fitting
-        return pack(samples, limit=limit, branching=self._branching)
+        branching, known = self._packed.branching, 0
+        dealt = deal(samples, 1, limit=limit, branching=branching)
+        if branching and len(dealt) > 1:
+            known = common_beginning(samples)
+            if known * (len(dealt) - 1) < _SHARING:
+                known = 0
+            else:
+                room = max(limit - known, min(limit, MICRO_BATCH[0]))
+                dealt = deal(samples, 1, limit=known + room)
+        return [replace(pack(samples, chosen), known=known) for (chosen,) in dealt]
 
     @cached_property
     def _fitting(self) -> int:
@@ -345,7 +374,7 @@ class LocalRuntime(PolicyRuntime):
         config = base.config.get_text_config()
         length = min(128, getattr(config, "max_position_embeddings", None) or 128)
         probe = Row(tuple(i % size for i in range(length)), (0,), (tuple(range(length)),))
-        inputs, training = self._inputs(probe, branching=False), base.training
+        inputs, training = self._packed.inputs(probe, branching=False), base.training
         base.eval()  # without checkpoints, which hide what they keep
         try:
             kept = saved_bytes(lambda: base.base_model(**inputs), self._model) / length
@@ -362,80 +391,42 @@ class LocalRuntime(PolicyRuntime):
         share = _SHARES.get(device.type, _SHARES["cpu"]) * max(0, free - coming)
         return int(min(MICRO_BATCH[1], max(MICRO_BATCH[0], share / max(1.0, kept))))
 
-    @cached_property
-    def _branching(self) -> bool:
-        """Test whether the model computes branched rows and plain ones alike.
+    def _referred(self, rows: list[Row], samples: list[Sample]) -> list[torch.Tensor]:
+        """Measure the trained tokens of each row under the reference of the KL penalty."""
 
-        Some take no attention function from outside, and some make positions themselves.
-        """
-        base = self._base
-        if "position_ids" not in signature(base.base_model.forward).parameters:
-            return False
-        paths = ((0, 1, 2, 3, 4), (0, 1, 2, 5, 6))
-        size = base.get_input_embeddings().num_embeddings
-        tokens = tuple(token % size for token in (11, 23, 31, 41, 53, 61, 73))
-        training = base.training
-        base.eval()
-        try:
-            with torch.no_grad():
-                both = self._inputs(Row(tokens, (0, 1), paths), branching=True)
-                with self._attention(branching=True):
-                    branched = base.base_model(**both).last_hidden_state[0].float()
-                for path in paths:
-                    row = Row(tuple(tokens[i] for i in path), (0,), (tuple(range(5)),))
-                    alone = self._inputs(row, branching=False)
-                    plain = base.base_model(**alone).last_hidden_state[0].float()
-                    gap = (branched[list(path)] - plain).abs().max()
-                    if not gap <= 10 * torch.finfo(base.dtype).eps ** 0.75 * plain.abs().max():
-                        return False
-        except (RuntimeError, ValueError, TypeError, IndexError):
-            return False  # the model refuses such attention
-        finally:
-            base.train(training)
-        return True
+        def measured() -> list[torch.Tensor]:
+            known = self._packed.beginning(rows).states
+            return [self._logprobs(row, samples, known) for row in rows]
 
-    @contextmanager
-    def _attention(self, *, branching: bool | None = None) -> Generator[None]:
-        """Let the model attend along the paths of a row inside the block."""
-        if not (self._branching if branching is None else branching):
-            yield
-            return
-        usual = self._base.config._attn_implementation
-        self._base.set_attn_implementation(attention.NAME)
-        try:
-            yield
-        finally:
-            self._base.set_attn_implementation(usual)
-
-    def _inputs(self, row: Row, *, branching: bool) -> dict[str, Any]:
-        device = next(self._base.parameters()).device
-        inputs = {"input_ids": torch.tensor([row.tokens], device=device), "use_cache": False}
-        if branching:
-            cut = attention.layout(row, device, self._base.dtype)
-            inputs |= {"position_ids": cut.positions, "layout": cut}
-        return inputs
+        with torch.no_grad():
+            if self.llm.adapter is not None:
+                with self._model.disable_adapter():
+                    return measured()
+            if self._reference is None:
+                raise ConfigError(
+                    "Expected LocalRuntime(reference=True) when the KL weight is positive, got"
+                    " reference=False"
+                )
+            current = [p.detach().clone() for p in self._parameters]
+            _copy(self._reference, self._parameters)
+            try:
+                return measured()
+            finally:
+                _copy(current, self._parameters)
 
     def _loss(
-        self, row: Row, samples: list[Sample], loss: LossSettings, total: int, *, first: bool
+        self,
+        row: Row,
+        samples: list[Sample],
+        loss: LossSettings,
+        total: int,
+        reference: torch.Tensor | None,
+        known: States,
+        *,
+        first: bool,
     ) -> tuple[torch.Tensor, Sums]:
-        reference = None
-        if loss.kl > 0:  # before the loss: a kept reference is swapped in and out in place
-            with torch.no_grad():
-                if self.llm.adapter is not None:
-                    with self._model.disable_adapter():
-                        reference = self._logprobs(row, samples)
-                elif self._reference is not None:
-                    current = [p.detach().clone() for p in self._parameters]
-                    _copy(self._reference, self._parameters)
-                    reference = self._logprobs(row, samples)
-                    _copy(current, self._parameters)
-                else:
-                    raise ConfigError(
-                        "Expected LocalRuntime(reference=True) when the KL weight is positive, got"
-                        " reference=False"
-                    )
         members = [samples[i] for i in row.samples]
-        states, head = self._states(row, samples)
+        states, head = self._states(row, samples, known)
         logp = self._measured(states, head, members, token_logprobs)
         divergence = self._divergence(states, head, members)
         mismatch = Sums()
@@ -459,9 +450,11 @@ class LocalRuntime(PolicyRuntime):
         training = self._base.training
         self._model.eval()
         with torch.no_grad():
-            for row in self._rows(taught):
+            rows = self._rows(taught)
+            known = self._packed.beginning(rows).states
+            for row in rows:
                 lengths = [len(taught[i].positions) for i in row.samples]
-                parts = torch.split(self._states(row, taught)[0], lengths)
+                parts = torch.split(self._states(row, taught, known)[0], lengths)
                 found |= dict(zip(row.samples, parts, strict=True))
         self._model.train(training)
         own = torch.tensor(
@@ -477,28 +470,23 @@ class LocalRuntime(PolicyRuntime):
         )
 
     def _logprobs(
-        self, row: Row, samples: list[Sample], measure: Measure = token_logprobs
+        self, row: Row, samples: list[Sample], known: States, measure: Measure = token_logprobs
     ) -> torch.Tensor:
         """Measure every trained token of the row's samples in their order, shape (n,)."""
-        states, head = self._states(row, samples)
+        states, head = self._states(row, samples, known)
         return self._measured(states, head, [samples[m] for m in row.samples], measure)
 
-    def _states(self, row: Row, samples: list[Sample]) -> tuple[torch.Tensor, Any]:
+    def _states(self, row: Row, samples: list[Sample], known: States) -> tuple[torch.Tensor, Any]:
         """Return what the row's trained tokens are drawn from, shape (n, width), and the head."""
-        base, device = self._base, next(self._model.parameters()).device
-        places = [
-            path[p - 1]
-            for m, path in zip(row.samples, row.paths, strict=True)
-            for p in samples[m].positions
-        ]
-        inputs = self._inputs(row, branching=self._branching)
-        with self._attention():
+        base, packed = self._base, self._packed
+        inputs = packed.inputs(row, known=known)
+        with packed.attention():
             if any(getattr(base.config, name, None) not in (None, 1, 1.0) for name in AFTER_HEAD):
                 states, head = self._model(**inputs).logits[0], torch.nn.Identity()
             else:  # the head sees only the positions that are asked for
-                states = base.base_model(**inputs).last_hidden_state[0]
+                states = packed.run(**inputs).last_hidden_state[0]
                 head = base.get_output_embeddings()
-        return states[torch.tensor(places, device=device)], head
+        return states[packed.places(row, [samples[m] for m in row.samples])], head
 
     def _measured(
         self, states: torch.Tensor, head: Any, members: list[Sample], measure: Measure
@@ -682,14 +670,6 @@ def build_runtimes(
 def _is_frozen(head: torch.nn.Module) -> bool:
     """Test whether no gradient of a head is wanted."""
     return not any(p.requires_grad for p in head.parameters())
-
-
-def _by_sample(
-    row: Row, samples: Sequence[Sample], measured: torch.Tensor
-) -> dict[int, tuple[float, ...]]:
-    """Divide what was measured of each trained token of a row by its samples."""
-    values = iter(cast("Any", measured).tolist())
-    return {m: tuple(islice(values, len(samples[m].positions))) for m in row.samples}
 
 
 def _master(weight: torch.Tensor) -> torch.Tensor:

@@ -1,15 +1,9 @@
-"""Make the actor's samples from episodes, and pack samples into forward passes.
-
-The inputs of all samples form a forest: members of a group share their prompt, turns of an episode
-continue one another. A `Row` is a part of it laid out in one sequence, branch after branch; with
-positions counted along each path and attention to the path alone, every token sees exactly what it
-would see in a row of its own, and so gets the same gradient.
-"""
+"""Make the actor's samples from episodes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -164,43 +158,3 @@ def trajectory_samples(
     chained = [s for s in chained if s.positions]
     total = sum(len(s.positions) for s in chained)
     return [replace(s, weight=weight * len(s.positions) / total) for s in chained]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Describe one forward pass: token ids, its samples' indices, and the place of each input."""
-
-    tokens: tuple[int, ...]
-    samples: tuple[int, ...]
-    paths: tuple[tuple[int, ...], ...]
-
-
-def pack(samples: Sequence[Sample], *, limit: int, branching: bool = True) -> list[Row]:
-    """Pack every sample's inputs ``tokens[:last position]`` into rows, longest row first.
-
-    Sorted lexicographically, a sequence stands right before its extensions and beside those it
-    shares most with, so what two of a row share is computed once. A row has at most ``limit``
-    tokens, or a single sequence and what begins it. Without ``branching`` every row is that, and
-    plain causal attention is right for it.
-    """
-    members: dict[tuple[int, ...], list[int]] = {}
-    for index, sample in enumerate(samples):
-        members.setdefault(sample.tokens[: max(sample.positions)], []).append(index)
-    rows: list[tuple[list[int], list[int], list[tuple[int, ...]]]] = []  # the fields of `Row`
-    last: tuple[int, ...] = ()
-    for tokens in sorted(members, reverse=True):
-        pairs = enumerate(zip(last, tokens, strict=False))
-        shared = next((i for i, (a, b) in pairs if a != b), min(len(last), len(tokens)))
-        new = len(tokens) - shared
-        if not rows or new and (not branching or len(rows[-1][0]) + new > limit):
-            rows.append(([], [], []))
-            shared = 0
-        laid, owners, paths = rows[-1]
-        trunk = paths[-1][:shared] if shared else ()
-        path = (*trunk, *range(len(laid), len(laid) + len(tokens) - shared))
-        laid += tokens[shared:]
-        owners += members[tokens]
-        paths += [path] * len(members[tokens])
-        last = tokens
-    made = (Row(tuple(laid), tuple(owners), tuple(paths)) for laid, owners, paths in rows)
-    return sorted(made, key=lambda row: -len(row.tokens))

@@ -142,7 +142,7 @@ class SearchAndAskWrapper(BankWrapper):
         name = re.escape(tag)
         self._pattern = re.compile(rf"<{name}>(.*?)</{name}>", re.DOTALL | re.IGNORECASE)
         self._refused = self._turns = 0
-        self._observation, self._context = "", dict[str, Any]()
+        self._observation, self._last = "", dict[str, Any]()
         self.observation_space = UnicodeText()
         text = isinstance(env.action_space, UnicodeText)  # it holds calls, and keeps its samples
         self.action_space = env.action_space if text else UnicodeText()
@@ -208,13 +208,14 @@ class SearchAndAskWrapper(BankWrapper):
         return {**info, "tools": [*info.get("tools", ()), self.tool_schema()]}
 
     def _seen(self, observation: str, info: dict[str, Any]) -> dict[str, Any]:
-        """Keep the observation and context, as a call gives no new ones; return info to show.
-
-        A call is offered among the admissible actions if it would be answered.
-        """
+        """Keep the observation and info, as a call gives no new ones; return info to show."""
         self._tool.episode = self.log.episode  # a wrapper between may have begun another
         self._observation = observation
-        self._context = {key: info[key] for key in _CONTEXT if key in info}
+        self._last = dict(info)
+        return self._with_call(info)
+
+    def _with_call(self, info: dict[str, Any]) -> dict[str, Any]:
+        """Return an info that offers the call among the admissible actions, if it is answered."""
         episode = self.log.episode if self._offers and self._tool.calls_left else None
         if episode is None or "admissible" not in info:
             return info
@@ -230,7 +231,8 @@ class SearchAndAskWrapper(BankWrapper):
         reply = self._tool.reply(query, form)
         self._refused = self._refused + 1 if reply.is_refused else 0
         truncated = self._refused >= PATIENCE
-        ending = self.log.finish({}) if truncated else {}
+        # an agent that only asks has not solved the task, unless the environment said otherwise
+        ending = self.log.finish({"success": False} | self._last) if truncated else {}
         observation = reply.block
         if self._repeat:
             observation += f"\n\n{self._observation}"
@@ -244,7 +246,8 @@ class SearchAndAskWrapper(BankWrapper):
             "hit": hit,
             "turn": self._turns,
         }
+        kept = {key: value for key, value in self._last.items() if key in _CONTEXT}
         # a copy, so that who changes this info changes no later one
-        context = deepcopy(self._seen(self._observation, self._context))
+        context = deepcopy(self._with_call(kept))
         info = context | found | ending | {"search_and_ask": call}
         return observation, 0.0, False, truncated, info

@@ -172,7 +172,7 @@ def rounded_step(samples: Sequence[Sample], loss: LossSettings) -> tuple[float, 
     """Loss and gradient norm of the local runtime, rounded about as on a rank: in bfloat16, one
     sample a row. Kernels round by shape and CPU.
     """
-    from experiential.training.samples import Row
+    from experiential.training.packing import Row
 
     local, value, ends = local_actor("bfloat16"), 0.0, [max(s.positions) for s in samples]
     rows = [
@@ -208,6 +208,7 @@ async def test_both_runtimes_take_the_same_step(
     loss = LossSettings(kind=kind, kl=0.0 if kind == "sft" else 0.1)
     there, here = await actor.train(samples, loss), await local.train(samples, loss)
     assert there.updates == here.updates == 1 and there.tokens == here.tokens
+    assert there.forwarded_tokens == here.forwarded_tokens < there.sequence_tokens
     if kind != "sft":
         assert there.metrics["ratio"] == pytest.approx(1.0, abs=1e-6), "to the ranks' own"
         assert 0 < there.metrics["mismatch_kl"] < 1e-3 and here.metrics["mismatch_kl"] < 1e-3

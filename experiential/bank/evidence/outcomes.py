@@ -37,6 +37,7 @@ import numpy as np
 
 from experiential.bank.index.lexical import content_words
 from experiential.bank.records import Standing
+from experiential.types import Experience
 
 if TYPE_CHECKING:
     from experiential.bank.state import Content
@@ -126,10 +127,11 @@ class Outcomes:
         self._entries: defaultdict[tuple[int, int], Population] = defaultdict(Population)
         self._tasks = Population()
         self._harm = dict[str, float]()  # cumulative sums of words
+        self._proven = set[str]()  # whose sum has reached PROVEN
         # What was computed since the last outcome.
         self._priors: dict[tuple[int, int], Beta] = {}
         self._near: dict[int, tuple[int, bool]] = {}
-        self._untried: dict[tuple[int, int, str | None], Standing] = {}
+        self._untried: dict[tuple[int, int, str | None, bool], Standing] = {}
         self._lock = threading.Lock()
 
     def note(
@@ -190,60 +192,89 @@ class Outcomes:
             query: at hand; its words do not make an entry suspect.
         """
         with self._lock:
-            past = [one for content in reversed(family) for one in self._used.get(content, ())]
-            if relevance is None:
-                relevance = max((one.relevance for one in past), default=1.0)
-            closer = [one for one in past if one.relevance > relevance]
-            past = [one for one in past if _is_near(one, relevance)]
-            if not past and closer and _faded(closer)[0] < _faded(closer)[1]:
-                past = closer  # what failed where it fits better is not untried here
-            band, often = round(relevance / _BAND), min(said, SAID_MOST)
-            unknown = sum(self._unknown[content] for content in family)
-            added = _added_words(family[0], query)
-            suspect = any(self._harm.get(word, 0.0) >= PROVEN for word in added)
-            own = {"said": said, "age": age, "proposed": proposed, "suspect": suspect}
-            if not past and not unknown and (same := self._untried.get((band, often, task))):
-                return same.model_copy(update=own)
-            prior = self._priors.get((band, often))
-            if prior is None:
-                known = (self._entries.get((near, often)) for near in range(band - 1, band + 2))
-                prior = beta(filter(None, known), STRONGEST)
-                self._priors[band, often] = prior
-            if band not in self._near:
-                all_used = [one.won for one in self._all_used if _is_near(one, relevance)]
-                overall = difference(*_counts(all_used), *_counts(self._all_free))
-                self._near[band] = len(all_used), overall[0] > 0.0
-            wins, losses = _faded(past)
-            alone = _counts(self._free.get(task or "", ()))
-            tasks = {one.task for one in past}
-            matched = [won for one in tasks for won in self._free.get(one, ())]
-            found = Standing(
-                uses=len(past),
-                successes=wins,
-                failures=losses,
-                unknown=unknown,
-                others=self._near[band][0],
-                free_successes=alone[0],
-                free_failures=alone[1],
-                posterior=(prior[0] + wins, prior[1] + losses),
-                baseline=self._baseline(task or ""),
-                tasks=sum(one in self._free for one in tasks),
-                difference=_mean([one.won for one in past]) - _mean(matched)
-                if past and matched
-                else None,
-                interval=difference(
-                    *_counts([one.won for one in past]), *_counts(matched or self._all_free)
-                ),
-                settled=self._near[band][1],
-                task=task,
-                said=said,
-                age=age,
-                proposed=proposed,
-                suspect=suspect,
-            )
-            if not past and not unknown:
-                self._untried[band, often, task] = found
-            return found
+            is_suspect = self._adds_harm(family[0], self._proven - content_words(query))
+            known = self._standing(family, relevance, said, task, is_suspect)
+        return known.model_copy(update={"age": age, "proposed": proposed})
+
+    def standings(
+        self, query: str, asked: Iterable[tuple[Sequence[Content], float, Experience]]
+    ) -> list[Standing]:
+        """Return what is known of many entries near a query, without their ages.
+
+        Of each its family and relevance are given. Entries that were never shown share a standing.
+        """
+        with self._lock:
+            harm = self._proven - content_words(query)
+            return [
+                self._standing(
+                    family,
+                    relevance,
+                    entry.provenance.said,
+                    entry.task,
+                    bool(harm) and self._adds_harm(family[0], harm),
+                )
+                for family, relevance, entry in asked
+            ]
+
+    def _standing(
+        self,
+        family: Sequence[Content],
+        relevance: float | None,
+        said: int,
+        task: str | None,
+        is_suspect: bool,
+    ) -> Standing:
+        if self._used.keys().isdisjoint(family) and self._unknown.keys().isdisjoint(family):
+            band = round((1.0 if relevance is None else relevance) / _BAND)
+            if same := self._untried.get((band, said, task, is_suspect)):
+                return same
+        past = [one for content in reversed(family) for one in self._used.get(content, ())]
+        if relevance is None:
+            relevance = max((one.relevance for one in past), default=1.0)
+        closer = [one for one in past if one.relevance > relevance]
+        past = [one for one in past if _is_near(one, relevance)]
+        if not past and closer and _faded(closer)[0] < _faded(closer)[1]:
+            past = closer  # what failed where it fits better is not untried here
+        band, often = round(relevance / _BAND), min(said, SAID_MOST)
+        unknown = sum(self._unknown.get(content, 0) for content in family)
+        prior = self._priors.get((band, often))
+        if prior is None:
+            known = (self._entries.get((near, often)) for near in range(band - 1, band + 2))
+            prior = beta(filter(None, known), STRONGEST)
+            self._priors[band, often] = prior
+        if band not in self._near:
+            all_used = [one.won for one in self._all_used if _is_near(one, relevance)]
+            overall = difference(*_counts(all_used), *_counts(self._all_free))
+            self._near[band] = len(all_used), overall[0] > 0.0
+        wins, losses = _faded(past)
+        alone = _counts(self._free.get(task or "", ()))
+        tasks = {one.task for one in past}
+        matched = [won for one in tasks for won in self._free.get(one, ())]
+        found = Standing(
+            uses=len(past),
+            successes=wins,
+            failures=losses,
+            unknown=unknown,
+            others=self._near[band][0],
+            free_successes=alone[0],
+            free_failures=alone[1],
+            posterior=(prior[0] + wins, prior[1] + losses),
+            baseline=self._baseline(task or ""),
+            tasks=sum(one in self._free for one in tasks),
+            difference=_mean([one.won for one in past]) - _mean(matched)
+            if past and matched
+            else None,
+            interval=difference(
+                *_counts([one.won for one in past]), *_counts(matched or self._all_free)
+            ),
+            settled=self._near[band][1],
+            task=task,
+            said=said,
+            suspect=is_suspect,
+        )
+        if not past and not unknown:
+            self._untried[band, said, task, is_suspect] = found
+        return found
 
     def _baseline(self, task: str) -> Beta:
         """Return the posterior of the success rate of a task with nothing shown."""
@@ -259,6 +290,12 @@ class Outcomes:
         change = math.log(HARM if won else (1 - HARM * rate) / (1 - rate))
         for word in _added_words(content, task):
             self._harm[word] = min(max(0.0, self._harm.get(word, 0.0) + change), PROVEN)
+            (self._proven.add if self._harm[word] >= PROVEN else self._proven.discard)(word)
+
+    def _adds_harm(self, content: Content, harm: set[str]) -> bool:
+        """Return whether an entry has one of these words, and its task has not."""
+        task, _, text = content
+        return bool(harm & content_words(text) - content_words(task or "")) if harm else False
 
 
 def _added_words(content: Content, query: str) -> set[str]:

@@ -37,7 +37,7 @@ from experiential.bank.index.embed import Embedder, Vector, embedder_id, resolve
 from experiential.bank.processes import Line
 from experiential.bank.protocol import Bank, Queue, TextEmbedder, View
 from experiential.bank.records import Duplicates, Judge
-from experiential.bank.search.where import Scope, Scored
+from experiential.bank.search.where import Ranking, Scope, Scored
 from experiential.bank.storage.journal import new_folder
 from experiential.bank.text import checked_text
 from experiential.bank.unmanaged import Unmanaged
@@ -139,7 +139,7 @@ class RemoteView(View):
 
     def nearest(
         self, queries: Sequence[str], n: int, scopes: Sequence[Scope], words: bool = False
-    ) -> list[list[Scored[Experience]]]:
+    ) -> list[Ranking]:
         if not queries and not words:
             return []
         rows: list[list[Near]] = []

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from experiential.bank.index.embed import Vector
 from experiential.bank.index.follower import Replica
-from experiential.bank.search.where import Scope, Scored, Where
+from experiential.bank.search.where import Ranking, Scope, Scored, Where
 from experiential.bank.storage.tables import Live
 from experiential.types import Experience
 
@@ -18,7 +18,6 @@ _FEW = 500
 _MOST = 4096
 """Results asked of the store for one query; what is missing then is compared one by one."""
 _AT_ONCE = 2000
-Row = list[Scored[Experience]]
 
 
 def search_indexed(
@@ -28,8 +27,8 @@ def search_indexed(
     queries: Vector,
     n: int,
     scopes: Sequence[Scope],
-    recent: Sequence[Row],
-) -> list[Row]:
+    recent: Sequence[Ranking],
+) -> list[Ranking]:
     """Return the ``n`` nearest entries of each query, best first.
 
     Args:
@@ -86,7 +85,9 @@ def search_indexed(
     return rows
 
 
-def cosines(replica: Replica, query: Vector, items: Sequence[Experience]) -> Row:
+def cosines(
+    replica: Replica, query: Vector, items: Sequence[Experience]
+) -> list[Scored[Experience]]:
     """Return the entries that the store has at the same version, each with its cosine."""
     held: Mapping[str, tuple[int, Vector]] = {}
     if items:
@@ -99,7 +100,7 @@ def cosines(replica: Replica, query: Vector, items: Sequence[Experience]) -> Row
     ]
 
 
-def _merged(recent: Row, indexed: Row, n: int) -> Row:
+def _merged(recent: Ranking, indexed: Ranking, n: int) -> Ranking:
     """Return the ``n`` best of both; of an entry in both, the recent version."""
     best = {hit.item.id: hit for hit in [*indexed, *recent]}
     return sorted(best.values(), key=lambda hit: -hit.score)[:n]

@@ -7,9 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import pairwise, repeat
-from operator import attrgetter
-from typing import Any, cast
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -19,17 +17,16 @@ from experiential.bank.index.embed import Vector
 from experiential.bank.index.follower import Replica
 from experiential.bank.index.indexed import cosines, search_indexed
 from experiential.bank.index.lexical import Found, Lexical
-from experiential.bank.search.where import Scope, Scored, Where
+from experiential.bank.search.where import Ranking, Row, Scope, Scored, Where
 from experiential.bank.storage.mapped import Mapped
 from experiential.bank.storage.tables import Live, LiveEntries, Stored
-from experiential.types import Experience
 
 Mask = npt.NDArray[np.bool_]
 Ranked = tuple[Indices, Vector, Indices]
 """Columns and scores of several rows, one after the other, and the number of each row."""
 _SCORES_AT_ONCE = 1 << 24
 """Cosines of one product (64 MiB): many queries of a small bank, few of a large one."""
-_PAIRS = 512
+_PAIRS = 128
 """Pairs of vectors of one product, which then stay in the processor's cache."""
 _BLOCK = 16
 _MOST_MASKS = 32
@@ -40,11 +37,6 @@ Table = Callable[[], Mapping[str, Live]]
 """Returns the live entries as they are when it is called."""
 Changed = tuple[str, Stored | None, int]
 """Id of an entry, its new version (None removes it), and the position in the journal."""
-Row = list[Scored[Experience]]
-_by_score: Callable[[Scored[Experience]], float] = lambda hit: -hit.score  # noqa: E731
-# Does as ``Scored._make``, without counting the fields in Python: a batch has thousands.
-_experience: Callable[[Live], Experience] = attrgetter("experience")
-_scored: Callable[[Iterable[Any]], Scored[Any]] = partial(cast("Any", tuple).__new__, Scored)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +46,8 @@ class Snapshot:
     Attributes:
         matrix: one vector per row, shape (r, d), float32.
         dead: rows whose items were replaced or removed.
-        entries: of all rows, and of rows written since.
+        ids: of all rows, and of rows written since.
+        entries: of the same.
         labels: rows by label, with rows written since.
         row: returns the row of an entry as of now, None where there is none.
         masks: which of the entries pass each of the last filters.
@@ -63,6 +56,7 @@ class Snapshot:
 
     matrix: Vector
     dead: Indices
+    ids: Sequence[str]
     entries: Sequence[Live]
     labels: Mapping[str, Sequence[int]]
     masks: dict[Where, Mask]
@@ -72,29 +66,39 @@ class Snapshot:
     @classmethod
     def of(cls, mapped: Mapped) -> Snapshot:
         """Return the index of a mapped file, whose checksums of the vectors are compared now."""
-        return cls(mapped.vectors, mapped.dead, mapped, mapped.labels, {}, Codes(), mapped.row)
+        held = mapped.names, mapped, mapped.labels
+        return cls(mapped.vectors, mapped.dead, *held, {}, Codes(), mapped.row)
 
     def cosines(self, rows: Sequence[int], query: Vector) -> Vector:
         """Return the cosines of these rows with a query."""
         return self.matrix[rows] @ query
 
-    def search(
-        self, queries: Vector, n: int, scopes: Sequence[Scope]
-    ) -> list[list[Scored[Experience]]]:
+    def search(self, queries: Vector, n: int, scopes: Sequence[Scope]) -> list[Row]:
         """Return the ``n`` nearest entries in the scope of each query, best first.
 
         Queries are normalised, shape (m, d), float32. Equal scores keep the order in which the
         entries were written.
         """
+        columns, values, counts = self.ranked(queries, n, scopes)
+        places: list[int] = columns.tolist()
+        ids = list(map(self.ids.__getitem__, places))
+        return _rows(ids, self.live(places), values, counts)
+
+    def live(self, rows: Sequence[int | Live]) -> Sequence[Live]:
+        """Return the entries in rows; those of a mapped file are read when they are looked at."""
+        entries = self.entries
+        if isinstance(entries, Mapped):
+            return entries.part(rows)
+        return [entries[row] if isinstance(row, int) else row for row in rows]
+
+    def ranked(self, queries: Vector, n: int, scopes: Sequence[Scope]) -> Ranked:
+        """Return the rows and scores of what ``search`` finds, and how many of each query."""
         if not len(self.matrix):
-            return [[] for _ in queries]
-        ranked = self._by_codes(queries, n, scopes) or self._by_all(queries, n, scopes)
-        columns, values, counts = (np.concatenate(part) for part in zip(*ranked, strict=True))
-        items = map(_experience, map(self.entries.__getitem__, columns.tolist()))
-        triples = zip(items, values.tolist(), repeat(0.0), strict=False)
-        hits: list[Scored[Experience]] = list(map(_scored, triples))
-        edges = [0, *np.cumsum(counts).tolist()]
-        return [hits[begin:end] for begin, end in pairwise(edges)]
+            none = np.zeros(0, dtype=np.intp)
+            return none, np.zeros(0, dtype=np.float32), np.zeros(len(queries), dtype=np.intp)
+        found = self._by_codes(queries, n, scopes) or self._by_all(queries, n, scopes)
+        columns, values, counts = zip(*found, strict=True)
+        return np.concatenate(columns), np.concatenate(values), np.concatenate(counts)
 
     def _by_codes(self, queries: Vector, n: int, scopes: Sequence[Scope]) -> list[Ranked] | None:
         """Compare exactly what rounded vectors leave; None where ``_by_all`` is as good."""
@@ -141,6 +145,12 @@ class Snapshot:
                     scores[row, ~known[:count]] = -np.inf
             found.append(best_of_each(scores, n))
         return found
+
+
+def _rows(ids: Sequence[str], live: Sequence[Live], values: Vector, counts: Indices) -> list[Row]:
+    scores: list[float] = values.tolist()
+    edges = [0, *np.cumsum(counts).tolist()]
+    return [Row(ids, live, scores, begin, end) for begin, end in pairwise(edges)]
 
 
 def best_of_each(scores: Vector, n: int) -> Ranked:
@@ -205,6 +215,7 @@ class VectorIndex:
         self.positions: dict[str, int] = {}
         self._matrix = np.zeros((0, 0), dtype=np.float32)
         self._alive = np.zeros(0, dtype=np.bool_)
+        self._ids: list[str] = []
         self._entries: list[Live] = []
         self._labels: dict[str, list[int]] = {}
         self._masks: dict[Where, Mask] = {}
@@ -217,6 +228,7 @@ class VectorIndex:
         """
         proposed = [place for place, live in enumerate(entries.entries) if live.proposed]
         ids, self._entries = list(entries.ids), list(entries.entries)
+        self._ids = ids
         self._matrix = np.delete(entries.vectors, proposed, axis=0) if proposed else entries.vectors
         for place in reversed(proposed):
             del ids[place], self._entries[place]
@@ -252,6 +264,7 @@ class VectorIndex:
                     self._matrix[:row], self._alive[:row] = matrix, alive
             self._matrix[row] = stored.vector
             self._alive[row] = True
+            self._ids.append(id)
             self._entries.append(Live(stored.experience, stored.origins))
             self.rows[id], self.positions[id] = row, seq
             for label in stored.origins:
@@ -259,7 +272,7 @@ class VectorIndex:
         if len(self._entries) > 64 + 2 * len(self.rows):  # mostly dead rows: write the others anew
             kept = list(self.rows.values())
             self._matrix, self._alive = self._matrix[kept], self._alive[kept]
-            self._entries = [self._entries[row] for row in kept]
+            self._ids, self._entries = list(self.rows), [self._entries[row] for row in kept]
             self.rows = {id: row for row, id in enumerate(self.rows)}
             self._masks, self._codes = {}, Codes()
             self._label_rows()
@@ -274,7 +287,7 @@ class VectorIndex:
     def _snapshot(self) -> Snapshot:
         count = len(self._entries)
         dead = np.flatnonzero(~self._alive[:count])
-        held = self._entries, self._labels, self._masks, self._codes
+        held = self._ids, self._entries, self._labels, self._masks, self._codes
         return Snapshot(self._matrix[:count], dead, *held, self.rows.get)
 
 
@@ -296,13 +309,22 @@ class Layered:
         self._base = below
         self._row = row
         self.changes = changes
-        self._above = VectorIndex().apply((id, stored, 0) for id, stored in changes.items())
+        rows = {id: place for id in changes if (place := row(id)) is not None}
+        # Equal scores keep the order of the entries, in which a changed one has its old place.
+        old = sorted(rows, key=rows.__getitem__)
+        new = (id for id in changes if id not in rows)
+        order = ((id, changes[id], 0) for id in (*old, *new))
+        self._above = VectorIndex().apply(order)
+        self._replaced = np.array([rows[id] for id in old], dtype=np.intp)
+        end = np.iinfo(np.intp).max - len(self._above.ids)
+        self._places = np.array(
+            [rows.get(id, end + above) for above, id in enumerate(self._above.ids)], dtype=np.intp
+        )
 
     @cached_property
     def _below(self) -> Snapshot:
         below = self._base()
-        rows = [row for id in self.changes if (row := self._row(id)) is not None]
-        return replace(below, dead=np.sort(np.append(below.dead, np.array(rows, dtype=np.intp))))
+        return replace(below, dead=np.union1d(below.dead, self._replaced))
 
     def over(self, changes: Mapping[str, Stored | None]) -> Layered:
         """Return the index with further changes."""
@@ -310,9 +332,22 @@ class Layered:
 
     def search(self, queries: Vector, n: int, scopes: Sequence[Scope]) -> list[Row]:
         """Return the ``n`` nearest entries in the scope of each query, as a snapshot does."""
-        both = (one.search(queries, n, scopes) for one in (self._below, self._above))
-        rows = (sorted([*low, *high], key=_by_score) for low, high in zip(*both, strict=True))
-        return [row[:n] for row in rows]
+        below, above = self._below, self._above
+        if not above.ids:
+            return below.search(queries, n, scopes)
+        low, high = (one.ranked(queries, n, scopes) for one in (below, above))
+        columns, values = np.append(low[0], ~high[0]), np.append(low[1], high[1])
+        places = np.append(low[0], self._places[high[0]])
+        numbers = np.arange(len(queries))
+        query = np.append(np.repeat(numbers, low[2]), np.repeat(numbers, high[2]))
+        order = np.lexsort((places, -values, query))
+        found = low[2] + high[2]
+        first = np.repeat(np.cumsum(found) - found, found)
+        order = order[np.arange(len(order)) - first < n]
+        rows: list[int] = columns[order].tolist()
+        ids = [above.ids[~row] if row < 0 else below.ids[row] for row in rows]
+        live = below.live([above.entries[~row] if row < 0 else row for row in rows])
+        return _rows(ids, live, values[order], np.minimum(found, n))
 
     def row(self, id: str) -> int | None:
         """Return the number of the row of an entry: those above the others are negative."""
@@ -323,8 +358,9 @@ class Layered:
 
     def cosines(self, rows: Sequence[int], query: Vector) -> Vector:
         """Return the cosines of these rows with a query."""
-        parts = [(self._above, ~row) if row < 0 else (self._below, row) for row in rows]
-        return np.array([of.matrix[row] @ query for of, row in parts], dtype=np.float32)
+        low, high = self._below.matrix, self._above.matrix
+        # one product, because each of its own would be rounded otherwise
+        return np.stack([high[~row] if row < 0 else low[row] for row in rows]) @ query
 
 
 class Nearest:
@@ -434,7 +470,7 @@ class Nearest:
         table: Table,
         scopes: Sequence[Scope],
         texts: Sequence[str] = (),
-    ) -> list[Row]:
+    ) -> list[Ranking]:
         """Return the ``n`` nearest live entries in the scope of each query, best first.
 
         Args:
@@ -467,7 +503,7 @@ class Nearest:
                     found = self._lexical.search(text, n, scope)
                     ids = [live.experience.id for live in found.entries]
                     by_words[text, scope] = found, [resident.row(id) for id in ids]
-        rows: list[Row] = resident.search(queries, n, scopes)
+        rows: list[Ranking] = [*resident.search(queries, n, scopes)]
         replica = self._replica if is_large else None
         if replica is not None:
             passing = partial(self.passing, table)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol, overload
 
 from experiential.bank.search.strategies import PER_PLACE, Candidate, above_floor
-from experiential.bank.search.where import Filter, Scope, Scored, Where, checked_queries
+from experiential.bank.search.where import Filter, Ranking, Scope, Where, checked_queries
 from experiential.config import RetrievalSettings
 from experiential.types import Experience, Hit
 
@@ -21,7 +21,7 @@ class Searchable(Protocol):
     @abstractmethod
     def nearest(
         self, queries: Sequence[str], n: int, scopes: Sequence[Scope], words: bool = False
-    ) -> list[list[Scored[Experience]]]:
+    ) -> list[Ranking]:
         """Return the ``n`` nearest entries of each query with their cosines, nearest first.
 
         Args:

@@ -11,21 +11,22 @@ from typing import NamedTuple
 
 from experiential.bank.options import RetrievalOptions
 from experiential.bank.protocol import Bank
-from experiential.bank.records import Asked, Standing
+from experiential.bank.records import Standing, asked_near
 from experiential.bank.search.strategies import (
     NEAR,
     PER_PLACE,
     STRATEGIES,
-    Candidate,
     Candidates,
+    Near,
     Retrievals,
+    by_evidence,
     select,
 )
-from experiential.bank.search.where import Filter, Scope, Scored, Where, checked_queries
+from experiential.bank.search.where import Filter, Ranking, Scope, Where, checked_queries
 from experiential.errors import BankError
 from experiential.plugins import resolve
 from experiential.sync import Batcher, BatchTimeoutError
-from experiential.types import Experience, Hit, Statistics
+from experiential.types import Hit, Statistics
 
 _MOST = 512
 """Queries of one batch, when so many wait because all workers are busy."""
@@ -34,6 +35,7 @@ CROWD = 1024
 """Candidates at most that lie as near as the best, or among which the newest are looked for."""
 CLOSED = "Expected an open manager, got a closed one; make a new ExperienceManager"
 Rows = list[list[Hit]]
+_EVERYTHING = Scope()
 
 
 class Request(NamedTuple):
@@ -95,7 +97,7 @@ class Searcher:
         )
         self._has_outcomes = False  # near the query answered last
         self._query = ""  # that is being answered, and its candidates
-        self._found: dict[str, Scored[Experience]] = {}
+        self._near = Near([])
         self._settled: dict[str, bool] = {}  # of the queries answered last; "" is the last of all
         self._free_share = free_share
         # Another stream after each start, the same one from the same seed and journal.
@@ -123,13 +125,19 @@ class Searcher:
             bank.standings([])
 
     def _counters(self, id: str) -> Statistics:
-        found = self._found.get(id)
-        return Statistics() if found is None else self._bank.counters(found.item)
+        near = self._near
+        return self._bank.counters(near.entry(id)) if id in near.ids else Statistics()
 
     def _standings(self, near: Candidates) -> list[Standing]:
-        hybrid = self._settings.hybrid
-        asked = [_asked(self._found[one.id], one.relevance(hybrid), self._query) for one in near]
-        standings = self._bank.standings(asked)
+        if isinstance(near, Near):
+            found = list(zip(near.entries(), near.cosines, strict=True))
+        else:
+            hybrid, entry = self._settings.hybrid, self._near.entry
+            found = [(entry(one.id), one.relevance(hybrid)) for one in near]
+        if self._strategy is by_evidence:
+            standings = self._bank.standings_near(self._query, found)
+        else:  # other strategies may ask for ages
+            standings = self._bank.standings(asked_near(self._query, found))
         self._has_outcomes = standings[0].others > 0
         for query in (self._query, ""):
             self._settled.pop(query, None)
@@ -157,12 +165,14 @@ class Searcher:
         k, now = self._settings.k if k is None else k, time.perf_counter()
         queries, asked = checked_queries(query, k, blank=True), Where.of(where)
 
-        def scope(query: str) -> Scope:
+        scope = _EVERYTHING if exclude is None and asked is None else Scope(exclude, asked)
+
+        def scoped(query: str) -> Scope:
             if not self._settings.same_task:
-                return Scope(exclude, asked)
+                return scope
             return Scope(exclude, Where({**(asked.fields if asked else {}), "task": query}))
 
-        return [Request(one, k, scope(one), now) if one.strip() else None for one in queries]
+        return [Request(one, k, scoped(one), now) if one.strip() else None for one in queries]
 
     def search(self, requests: Sequence[Request | None]) -> Rows:
         """Return the hits of each request, none for None.
@@ -193,7 +203,7 @@ class Searcher:
             "look at what the embedder waits for, or raise bank.options.retrieval.timeout"
         )
 
-    def _candidates(self, batch: list[Request]) -> list[list[Scored[Experience]]]:
+    def _candidates(self, batch: list[Request]) -> list[Ranking]:
         """Return the entries near each query, best first; runs for several batches at a time."""
         hybrid = self._settings.hybrid > 0.0
         wanted = max(request.k for request in batch) * self._settings.pool * PER_PLACE
@@ -212,9 +222,7 @@ class Searcher:
                 [rows[place]] = self._bank.nearest([queries[place]], CROWD, [scopes[place]])
         return [rows[distinct[key]] for key in keys]
 
-    def _answer(
-        self, batch: list[Request], rows: list[list[Scored[Experience]]]
-    ) -> list[list[Hit]]:
+    def _answer(self, batch: list[Request], rows: list[Ranking]) -> list[list[Hit]]:
         """Choose the hits of each query; one batch after the other."""
         self.counts.batches += 1
         self.counts.queries += len(batch)
@@ -222,18 +230,14 @@ class Searcher:
         answers: list[list[Hit]] = []
         for request, row in zip(batch, rows, strict=True):
             self._query = request.query
-            found = self._found = {scored.item.id: scored for scored in row}
-            candidates = [
-                Candidate(id, scored.score, scored.words, scored.item.provenance.commit or 0)
-                for id, scored in found.items()
-            ]
-            chosen = select(candidates, self._seen, settings, self._rng, request.k, self._strategy)
+            near = self._near = Near(row)
+            chosen = select(near, self._seen, settings, self._rng, request.k, self._strategy)
             if not self._bank.read_only:
                 self._bank.note_retrievals(candidate.id for candidate, _ in chosen)
             hits: list[Hit] = []
             for rank, (one, propensity) in enumerate(chosen):
                 hit = Hit(
-                    experience=self._bank.read(found[one.id].item),
+                    experience=self._bank.read(near.entry(one.id)),
                     score=one.relevance(settings.hybrid),
                     rank=rank,
                     propensity=propensity,
@@ -248,7 +252,3 @@ class Searcher:
     def close(self) -> None:
         """Let the callers that still wait go, with an error, and end the threads."""
         self._batcher.close(BankError(CLOSED), self._settings.timeout)
-
-
-def _asked(found: Scored[Experience], relevance: float, query: str) -> Asked:
-    return Asked(id=found.item.id, version=found.item.version, relevance=relevance, query=query)

@@ -19,16 +19,19 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from operator import attrgetter
+from heapq import nsmallest
+from operator import attrgetter, itemgetter
 from random import Random
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
 
 from experiential.bank.options import RetrievalOptions
 from experiential.bank.records import Standing
+from experiential.bank.search.where import Ranking, Row
 from experiential.errors import ConfigError
 from experiential.plugins import resolve
+from experiential.types import Experience
 
 
 class Candidate(NamedTuple):
@@ -52,6 +55,71 @@ class Candidate(NamedTuple):
 
 
 Candidates = Sequence[Candidate]
+
+
+class Near(Candidates):
+    """Show what a search found as candidates, nearest first, each made when it is looked at.
+
+    Attributes:
+        ids: of all candidates.
+        cosines: of the same.
+    """
+
+    __slots__ = ("_found", "cosines", "ids")
+
+    def __init__(self, found: Ranking) -> None:
+        self._found = found
+        self.ids: Sequence[str]
+        self.cosines: Sequence[float]
+        if isinstance(found, Row):
+            self.ids, self.cosines = found.ids, found.scores
+        else:
+            self.ids = [one.item.id for one in found]
+            self.cosines = [one.score for one in found]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @overload
+    def __getitem__(self, place: int) -> Candidate: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Candidate]: ...
+
+    def __getitem__(self, place: int | slice) -> Candidate | list[Candidate]:
+        if isinstance(place, slice):
+            return [self[one] for one in range(*place.indices(len(self.ids)))]
+        item, score, words = self._found[place]
+        return Candidate(item.id, score, words, item.provenance.commit or 0)
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return map(self.__getitem__, range(len(self.ids)))
+
+    def above(self, floor: float) -> Near:
+        """Return the candidates that reach the floor by cosine."""
+        if not self.cosines or self.cosines[-1] >= floor:
+            return self
+        return Near(self._found[: sum(cosine >= floor for cosine in self.cosines)])
+
+    def at(self, places: Sequence[int]) -> Near:
+        """Return the candidates at these places."""
+        found = self._found
+        return Near(found.at(places) if isinstance(found, Row) else [found[one] for one in places])
+
+    def entries(self) -> list[Experience]:
+        """Return the entries of all candidates."""
+        found = self._found
+        return found.entries() if isinstance(found, Row) else [one.item for one in found]
+
+    def entry(self, id: str) -> Experience:
+        """Return the entry of a candidate."""
+        return self._found[self.ids.index(id)].item
+
+    def commits(self) -> list[int]:
+        """Return the commit that wrote each candidate; 0 where the bank does not say."""
+        return [entry.provenance.commit or 0 for entry in self.entries()]
+
+
 Picks = list[tuple[Candidate, float]]
 """Chosen candidates, each with the probability with which it was drawn."""
 PER_PLACE = 4
@@ -96,9 +164,9 @@ class Retrievals:
 
     def count(self, id: str) -> int:
         """Return c(m): retrievals so far, those of earlier sessions included."""
-        if id not in self._counts:
-            self._counts[id] = self.earlier(id)
-        return self._counts[id]
+        if (known := self._counts.get(id)) is None:
+            known = self._counts[id] = self.earlier(id)
+        return known
 
     def is_recent(self, id: str) -> bool:
         """Return whether the entry was among the last ``window`` retrievals."""
@@ -106,17 +174,23 @@ class Retrievals:
         return last is not None and self.total - last < self.window
 
 
-def shared_ranks(cosines: Sequence[float], tie: float = 1e-3) -> list[int]:
+def shared_ranks(cosines: Sequence[float], tie: float = 1e-3, size: int | None = None) -> list[int]:
     """Return 0-based ranks of falling cosines; a run within ``tie`` of its first shares its rank.
+
+    With ``size``, of so many and of those that share the rank of the last of them.
 
     >>> shared_ranks([0.9, 0.8995, 0.7, 0.5])
     [0, 0, 2, 3]
+    >>> shared_ranks([0.9, 0.8995, 0.7, 0.5], size=1)
+    [0, 0]
     """
     ranks: list[int] = []
-    first = 0
+    first, best = 0, cosines[0] if cosines else 0.0
     for place, cosine in enumerate(cosines):
-        if cosines[first] - cosine > tie + 1e-9:  # differences of float32 cosines carry rounding
-            first = place
+        if best - cosine > tie + 1e-9:  # differences of float32 cosines carry rounding
+            if size is not None and place >= size:
+                break
+            first, best = place, cosine
         ranks.append(first)
     return ranks
 
@@ -126,13 +200,22 @@ def diversity_score(rank: int, count: int, recent: bool, weight: float) -> float
     return -rank - weight * math.log1p(count) - float(recent)
 
 
-def above_floor(candidates: Candidates, floor: float, hybrid: float = 0.0) -> list[Candidate]:
+def above_floor(candidates: Candidates, floor: float, hybrid: float = 0.0) -> Candidates:
     """Return the candidates that reach the floor by cosine or words, the most relevant first."""
     if not hybrid:
+        if isinstance(candidates, Near):
+            return candidates.above(floor)
         above = [c for c in candidates if c.cosine >= floor]
         return sorted(above, key=attrgetter("cosine"), reverse=True)
     above = [c for c in candidates if c.cosine >= floor or 0.0 < c.words >= floor]
     return sorted(above, key=lambda c: -c.relevance(hybrid))
+
+
+def _columns(candidates: Candidates, hybrid: float) -> tuple[Sequence[str], Sequence[float]]:
+    """Return ids and relevances."""
+    if isinstance(candidates, Near) and not hybrid:
+        return candidates.ids, candidates.cosines
+    return [one.id for one in candidates], [one.relevance(hybrid) for one in candidates]
 
 
 def draw(scores: Sequence[float], k: int, temperature: float, rng: Random) -> list[Pick]:
@@ -141,7 +224,7 @@ def draw(scores: Sequence[float], k: int, temperature: float, rng: Random) -> li
     That probability is the propensity of a pick. Temperature 0 takes the best with propensity 1;
     earlier places win ties.
     """
-    left = sorted(range(len(scores)), key=lambda place: -scores[place])
+    left = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
     if temperature == 0.0:
         return [Pick(place, 1.0) for place in left[:k]]
     picks: list[Pick] = []
@@ -204,19 +287,20 @@ def diverse(
 
     Of candidates tied at the border of the pool, those retrieved least are in it.
     """
-    pool, size = list(candidates), settings.pool * k
-    ranks = shared_ranks([one.relevance(settings.hybrid) for one in pool], settings.tie)
-    if len(pool) > size:
-        border = ranks[size - 1]
-        tied = [one for one, rank in zip(pool, ranks, strict=True) if rank == border]
-        tied = sorted(tied, key=lambda one: seen.count(one.id))[: size - border]
-        pool[border:] = sorted(tied, key=lambda one: -one.relevance(settings.hybrid))
+    size, (ids, relevances) = settings.pool * k, _columns(candidates, settings.hybrid)
+    ranks = shared_ranks(relevances, settings.tie, size)
+    pool = list(range(len(ranks)))
+    if len(ids) > size and (border := ranks[size - 1]) < len(ranks) - 1:
+        tied = sorted(pool[border:], key=lambda place: seen.count(ids[place]))[: size - border]
+        pool[border:] = sorted(tied, key=lambda place: -relevances[place])
     scores = [
-        diversity_score(rank, seen.count(one.id), seen.is_recent(one.id), settings.diversity)
-        for rank, one in zip(ranks, pool, strict=False)
+        diversity_score(
+            rank, seen.count(ids[place]), seen.is_recent(ids[place]), settings.diversity
+        )
+        for rank, place in zip(ranks, pool, strict=False)
     ]
     picks = draw(scores, k, settings.exploration, rng)
-    return [(pool[place], propensity) for place, propensity in picks]
+    return [(candidates[pool[place]], propensity) for place, propensity in picks]
 
 
 @strategy("nearest")
@@ -255,28 +339,35 @@ def by_evidence(
     There, entries with a suspect word have their turn, too. Quarantined ones are never shown.
     """
     nearest = PER_PLACE * settings.pool * k
+    ids, relevances = _columns(candidates, settings.hybrid)
     tasks: set[str | None] = set()
-    first: list[tuple[Candidate, Standing]] = []
-    for near in _windows(candidates, settings.hybrid):
+    first: list[tuple[int, Standing]] = []
+    for window in _windows(relevances):
         # untried ones are alike
-        near[nearest:] = [one for one in near[nearest:] if seen.count(one.id)]
-        known = list(zip(near, seen.evidence(near), strict=True))
-        tasks = tasks or {None, *(of.task for _, of in known)}
-        known = [(one, of) for one, of in known if of.task in tasks]
-        known = [(one, of) for one, of in known if of.verdict != "quarantined"]
-        suspects = [(one, of) for one, of in known if of.suspect]
-        known = [(one, of) for one, of in known if not of.suspect]
-        arms = [(one, of) for one, of in known if of.uses]
-        fresh = [(one, of) for one, of in known if not of.uses]
-        fresh.sort(
-            key=lambda arm: (
-                -arm[1].said,
-                seen.count(arm[0].id),
-                -round(arm[0].relevance(settings.hybrid), 2),
-                arm[1].age,
-            )
-        )
-        arms += fresh[:k]
+        tried = (place for place in window[nearest:] if seen.count(ids[place]))
+        places = [*window[:nearest], *tried]
+        if isinstance(candidates, Near):
+            near = candidates.at(places)
+            commits = near.commits()
+        else:
+            near = [candidates[place] for place in places]
+            commits = [one.commit for one in near]
+        known = seen.evidence(near)
+        tasks = tasks or {None, *(of.task for of in known)}
+        arms: list[tuple[int, Standing]] = []
+        suspects: list[tuple[int, Standing]] = []
+        fresh: list[tuple[tuple[int, int, float, int], int, Standing]] = []
+        for place, commit, of in zip(places, commits, known, strict=True):
+            if of.task not in tasks or (of.uses and of.verdict == "quarantined"):
+                continue
+            if of.suspect:
+                suspects.append((place, of))
+            elif of.uses:
+                arms.append((place, of))
+            else:
+                order = -of.said, seen.count(ids[place]), -round(relevances[place], 2), -commit
+                fresh.append((order, place, of))
+        arms += [(place, of) for _, place, of in nsmallest(k, fresh, key=itemgetter(0))]
         picks: Picks = []
         while arms and len(picks) < k:
             beliefs = tuple((*of.posterior, of.uses, of.successes - of.failures) for _, of in arms)
@@ -286,7 +377,7 @@ def by_evidence(
             drawn = rng.random()
             for place, chance in enumerate(chances):
                 if drawn < chance:
-                    picks.append((arms.pop(place)[0], chance))
+                    picks.append((candidates[arms.pop(place)[0]], chance))
                     break
                 drawn -= chance
             else:
@@ -297,19 +388,18 @@ def by_evidence(
     least = min(first, key=lambda arm: arm[1].uses, default=None)
     if least is None or least[1].uses >= BUDGET or rng.random() >= EXPLORE:
         return []
-    return [(least[0], EXPLORE)]
+    return [(candidates[least[0]], EXPLORE)]
 
 
-def _windows(candidates: Candidates, hybrid: float) -> Iterator[list[Candidate]]:
-    """Yield the candidates as near as the best, then those as near as the best of the rest."""
-    near: list[Candidate] = []
-    for one in candidates:
-        if near and near[0].relevance(hybrid) - one.relevance(hybrid) > NEAR:
-            yield near
-            near = []
-        near.append(one)
-    if near:
-        yield near
+def _windows(relevances: Sequence[float]) -> Iterator[range]:
+    """Yield the places of those as near as the best, then as near as the best of the rest."""
+    start = 0
+    for place, relevance in enumerate(relevances):
+        if relevances[start] - relevance > NEAR:
+            yield range(start, place)
+            start = place
+    if relevances:
+        yield range(start, len(relevances))
 
 
 @lru_cache(4096)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast, overload
 
 from pydantic_core import to_jsonable_python
 
@@ -137,6 +137,77 @@ class Scored(NamedTuple, Generic[T]):
     item: T
     score: float
     words: float = 0.0  # weighted share of the query's words in it, if words were asked for
+
+
+Ranking = Sequence[Scored[Experience]]
+"""The entries found for one query, best first."""
+
+
+class Row(Ranking):
+    """Hold the entries found for one query as a part of columns, which the rows of a batch share.
+
+    An entry is parsed, and its ``Scored`` made, when it is looked at: of many candidates a search
+    shows few.
+
+    Args:
+        ids: of the entries of all rows.
+        live: these entries.
+        scores: their cosines.
+        begin, end: the places of this row.
+    """
+
+    __slots__ = ("_ids", "_live", "_places", "_scores")
+
+    def __init__(
+        self,
+        ids: Sequence[str],
+        live: Sequence[Live],
+        scores: Sequence[float],
+        begin: int,
+        end: int,
+    ) -> None:
+        self._ids, self._live, self._scores = ids, live, scores
+        self._places = range(begin, end)
+
+    @property
+    def ids(self) -> Sequence[str]:
+        """Return the ids of the entries."""
+        return self._ids[self._places.start : self._places.stop]
+
+    @property
+    def scores(self) -> Sequence[float]:
+        """Return the cosines of the entries."""
+        return self._scores[self._places.start : self._places.stop]
+
+    def at(self, places: Iterable[int]) -> Row:
+        """Return the entries at these places."""
+        chosen = [self._places[place] for place in places]
+        return Row(
+            [self._ids[one] for one in chosen],
+            [self._live[one] for one in chosen],
+            [self._scores[one] for one in chosen],
+            0,
+            len(chosen),
+        )
+
+    def entries(self) -> list[Experience]:
+        """Return the entries in full."""
+        return [self._live[one].experience for one in self._places]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, place: int) -> Scored[Experience]: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Scored[Experience]]: ...
+
+    def __getitem__(self, place: int | slice) -> Scored[Experience] | list[Scored[Experience]]:
+        at = self._places[place]
+        if isinstance(at, int):
+            return Scored(self._live[at].experience, self._scores[at])
+        return [Scored(self._live[one].experience, self._scores[one]) for one in at]
 
 
 def checked_queries(query: object, k: object, *, blank: bool = False) -> list[str]:

@@ -35,8 +35,10 @@ _MAGIC = b"xp-map-1"
 _TRAILER = struct.Struct("<8sQQ16s")
 _BLOCK = 1 << 16
 _ALIGN = 64
-_PARSED = 4096
+_PARSED = 1 << 14
 """Entries kept parsed of those that were read."""
+_NAMED = 1 << 16
+"""Ids kept of those that were read."""
 Floats = npt.NDArray[np.float32]
 Numbers = npt.NDArray[Any]
 
@@ -208,7 +210,7 @@ class Mapped(Sequence[Live]):
             self._end = begin
             if len(self._sums) != -(-begin // _BLOCK):
                 raise ValueError("it was cut")
-            self._is_whole = np.zeros(len(self._sums), dtype=np.bool_)
+            self._is_whole = bytearray(len(self._sums))
             self._map = mmap.mmap(self._fd, size, prot=mmap.PROT_READ)
         except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
             os.close(self._fd)
@@ -225,15 +227,17 @@ class Mapped(Sequence[Live]):
     def check(self, begin: int = 0, end: int | None = None) -> None:
         """Compare the blocks that hold these bytes with their checksums, once; by default all."""
         first, last = begin // _BLOCK, -(-(self._end if end is None else end) // _BLOCK)
-        for block in first + np.flatnonzero(~self._is_whole[first:last]):
-            place = int(block) * _BLOCK
+        for block in range(first, last):
+            if self._is_whole[block]:
+                continue
+            place = block * _BLOCK
             try:  # read, because a map of a bad sector ends the process
                 raw = os.pread(self._fd, min(_BLOCK, self._end - place), place)
             except OSError as error:
                 raise self._lost(str(error)) from error
             if zlib.crc32(raw) != self._sums[block]:
                 raise self._lost(f"another checksum of block {block}")
-            self._is_whole[block] = True
+            self._is_whole[block] = 1
 
     @property
     def dimension(self) -> int:
@@ -285,6 +289,11 @@ class Mapped(Sequence[Live]):
         live = {self.id(row) for row in range(self._count)}
         return live.union(json.loads(self._array("gone").tobytes()))
 
+    @cached_property
+    def names(self) -> _Names:
+        """Return the ids of the entries in the rows; the last ones that were read are kept."""
+        return _Names(self)
+
     def __len__(self) -> int:
         return self._count
 
@@ -294,6 +303,8 @@ class Mapped(Sequence[Live]):
 
     def row(self, id: str) -> int | None:
         """Return the row of an entry, None where it is not live."""
+        if (known := self.names.rows.get(id)) is not None:
+            return known
         wanted, order = id.encode("utf-8", "surrogatepass"), self._order
         place = bisect_left(order, wanted, key=lambda row: self._ids[row])
         if place < len(order) and self._ids[row := int(order[place])] == wanted:
@@ -311,10 +322,24 @@ class Mapped(Sequence[Live]):
             return _Part(self, range(*index.indices(self._count)))
         return self._live(index)
 
+    def part(self, rows: Sequence[int | Live]) -> Sequence[Live]:
+        """Return the entries in rows, between others; each is read when it is looked at.
+
+        Their checksums are compared now, so that whoever looks finds no damage.
+        """
+        own = np.unique(np.array([row for row in rows if isinstance(row, int)], dtype=np.intp))
+        begin, ends = self._sections["records"][0], self._record_ends
+        first, last = (begin + ends[at].astype(np.intp) for at in (own, own + 1))
+        unseen = np.append(0, np.cumsum(np.frombuffer(self._is_whole, np.uint8) == 0))
+        unknown = unseen[-(-last // _BLOCK)] > unseen[first // _BLOCK]
+        for start, end in zip(first[unknown].tolist(), last[unknown].tolist(), strict=True):
+            self.check(start, end)
+        return _Part(self, rows)
+
     def read(self, row: int) -> Live:
         """Return the entry in a row, read anew."""
         begin = self._sections["records"][0]
-        first, last = int(self._record_ends[row]), int(self._record_ends[row + 1])
+        first, last = self._record_ends.item(row), self._record_ends.item(row + 1)
         self.check(begin + first, begin + last)
         text = self._map[begin + first : begin + last].decode("utf-8", "surrogatepass")
         record, _, origins = text.rpartition("\n")
@@ -322,29 +347,51 @@ class Mapped(Sequence[Live]):
 
 
 class _Part(Sequence[Live]):
-    """Read some rows one after the other, without keeping them."""
+    """Read some rows, each when it is looked at; entries that stand between them are given."""
 
-    def __init__(self, mapped: Mapped, rows: range) -> None:
+    def __init__(self, mapped: Mapped, rows: Sequence[int | Live]) -> None:
         self._mapped, self._rows = mapped, rows
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._mapped[cast("int", self._rows[index])]
+        one = cast("int | Live", self._rows[index])
+        return self._mapped[one] if isinstance(one, int) else one
+
+
+class _Names(Sequence[str]):
+    """Read ids by row, and keep the last ones, and their rows."""
+
+    def __init__(self, mapped: Mapped) -> None:
+        self._mapped = mapped
+        self._ids: dict[int, str] = {}
+        self.rows: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._mapped)
+
+    def __getitem__(self, index: Any) -> Any:
+        id = self._ids.get(index)
+        if id is None:
+            if len(self._ids) >= _NAMED:
+                self._ids, self.rows = {}, {}
+            id = self._ids[index] = self._mapped.id(index)
+            self.rows[id] = index
+        return id
 
 
 class _Texts(Sequence[bytes]):
     """Read texts that lie one after the other."""
 
     def __init__(self, raw: Numbers, ends: Numbers) -> None:
-        self._raw, self._ends = raw, ends
+        self._raw, self._ends = raw.data, ends
 
     def __len__(self) -> int:
         return len(self._ends) - 1
 
     def __getitem__(self, index: Any) -> Any:
-        return self._raw[int(self._ends[index]) : int(self._ends[index + 1])].tobytes()
+        return self._raw[self._ends.item(index) : self._ends.item(index + 1)].tobytes()
 
 
 class _Labels(Mapping[str, Sequence[int]]):

@@ -4,8 +4,8 @@ Nothing here was measured on a GPU; units are 1e9 bytes. DeepSpeed's own ZeRO es
 serve: a machine that plans a run may lack DeepSpeed, and they leave out activations and logits,
 which decide here.
 
-With N parameters, R ranks, micro-batches of M sequences of L tokens (T = M L positions) and a
-vocabulary of V, a rank holds:
+With N parameters, R ranks, rows of at most T = M L tokens (``micro_batch_size`` x ``max_length``)
+and a vocabulary of V, a rank holds:
 
 | Part | Bytes | Divided by R from |
 |---|---|---|
@@ -16,6 +16,7 @@ vocabulary of V, a rank holds:
 | float32 gradients while the optimiser steps; none with ``offload_optimizer`` | 4 N | ZeRO 1 |
 | weights gathered from other ranks under ZeRO 3, to DeepSpeed's limit | 2 min(N, 1e9) | |
 | activations | T (layers A), or with checkpointing T (layers 2 hidden + A) | |
+| masks, and keys and values of rows that branch | T L + T 32 queries (layers, or 1) | |
 | states of P trained positions, and their gradients | 4 P hidden | |
 | logits, X = min(P V, `LOGITS`) at a time, and gradients of the head | 12 X + 2 V hidden | |
 | gradients of the head while those of several pieces are added | 6 V hidden | |
@@ -28,13 +29,17 @@ four tensors of the gated feed-forward part. Norms of queries and keys (Qwen3) k
 keys) more, ``eager`` attention its scores: 6 heads L. On the CPU this is within 4 % of what
 autograd keeps of Llama, Qwen2 and Qwen3 (a test).
 
+A query behind a branch keeps at most 8 keys and values of its own (`attention`), on a GPU of each
+head of queries; masks have at most half of all pairs of a token and one of its sequence. Rows in
+which little is shared need much less.
+
 Logits are made for trained positions only, and again in the backward pass. They are brought to
 float32, divided by the temperature and put through log-softmax: 12 bytes of each at one moment,
 and one more where draws were restricted. The gradients of the output layer's weight from one
 piece, from those before it and their sum are alive together (both measured on the CPU, a test). P
-is at most T and at most the sampled tokens of M sequences. In the dry run, ``logits`` are the
-states and the larger of the two rows after them. Activations and logits are gone when the
-optimiser steps, so the larger of the two moments counts.
+is at most T, but for equal responses of a group, each of which counts. In the dry run, ``logits``
+are the states and the larger of the two rows after them, ``activations`` the two rows before them.
+Activations and logits are gone when the optimiser steps, so the larger of the two moments counts.
 
 An engine takes ``gpu_memory`` of a GPU: its part of the weights (2 N / tensor_parallel), the
 process, 1e9 for the work of one forward pass (assumed), and the rest is cache: 2 (key, value) x 2
@@ -249,17 +254,16 @@ class EngineMemory:
     tokens: int | None = None
 
 
-def rank_memory(
-    shape: Shape, settings: PolicyClusterSettings, *, sampled: int, reference: bool
-) -> RankMemory:
-    """Return the needs of a rank, with at most ``sampled`` sampled tokens in a sequence."""
+def rank_memory(shape: Shape, settings: PolicyClusterSettings, *, reference: bool) -> RankMemory:
+    """Return the needs of a rank, in which all tokens of a row may be sampled ones."""
     ranks, stage = settings.nodes * settings.gpus_per_node, settings.zero_stage
     billions = shape.parameters / 1e9
     of_stage = {least: billions / (ranks if stage >= least else 1) for least in (1, 2, 3)}
     positions = settings.micro_batch_size * settings.max_length
-    trained = settings.micro_batch_size * min(sampled, settings.max_length)
-    made, head = shape.vocabulary * trained, shape.vocabulary * shape.hidden
+    made, head = shape.vocabulary * positions, shape.vocabulary * shape.hidden
     at_once = max(12 * min(made, LOGITS) + 2 * head, 6 * head if made > LOGITS else 0)
+    kept = 1 if settings.gradient_checkpointing else shape.layers
+    branches = settings.max_length + 32 * shape.heads * shape.head_dim * kept
     offload = settings.offload_optimizer
     return RankMemory(
         weights=2 * of_stage[3],
@@ -267,8 +271,8 @@ def rank_memory(
         optimizer=0.0 if offload else 12 * of_stage[1],
         reference=2 * of_stage[3] if reference else 0.0,
         gathered=2 * min(billions, LIVE_PARAMETERS / 1e9) if stage == 3 else 0.0,
-        activations=positions * token_activations(shape, settings) / 1e9,
-        logits=(4 * trained * shape.hidden + at_once) / 1e9,
+        activations=positions * (token_activations(shape, settings) + branches) / 1e9,
+        logits=(4 * positions * shape.hidden + at_once) / 1e9,
         step=0.0 if offload else 4 * of_stage[1],
         host=12 * of_stage[1] if offload else 0.0,
     )

@@ -11,6 +11,7 @@ import asyncio
 import multiprocessing
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +22,7 @@ from experiential.config import OptimSettings, PolicyClusterSettings
 from experiential.errors import BackendError
 from experiential.llm.vllm import GRAMMAR
 from experiential.training.openrlhf.causes import shorten
-from experiential.training.openrlhf.learner import Learner, RankStats
+from experiential.training.openrlhf.learner import Learner, RankStats, Step
 from experiential.training.openrlhf.rank_state import load_state, save_state
 from experiential.training.openrlhf.supervisor import Incarnation, LostActorError, explain
 from experiential.training.runtime import LossSettings, Sample
@@ -67,7 +68,7 @@ def strategy(
         seed: of torch on every rank.
         sleeps: engines and ranks share GPUs by time-slicing.
     """
-    space = SimpleNamespace
+    space, ranks = SimpleNamespace, settings.nodes * settings.gpus_per_node
     adam = space(lr=optim.lr, betas=list(optim.betas), eps=1e-8, weight_decay=optim.weight_decay)
     # Most of these are read somewhere in OpenRLHF although nothing here uses the feature.
     actor = space(
@@ -96,10 +97,11 @@ def strategy(
         algo=space(advantage=advantage, kl=space(use_loss=False, init_coef=0.0)),
         ckpt=space(path="", output_dir="", load_enable=False, save_hf=False, disable_ds=True),
         data=space(disable_fast_tokenizer=False),
-        rollout=space(temperature=1.0, batch_size=settings.batch_size, n_samples_per_prompt=1),
+        rollout=space(temperature=1.0, batch_size=ranks, n_samples_per_prompt=1),
         train=space(
-            seed=seed, full_determinism_enable=False, batch_size=settings.batch_size,
-            micro_batch_size=settings.micro_batch_size, max_epochs=1, enable_ema=False,
+            seed=seed, full_determinism_enable=False, max_epochs=1, enable_ema=False,
+            # one row a rank and step for DeepSpeed: the learner says where its steps end
+            batch_size=ranks, micro_batch_size=1,
             ema_beta=0.0, dynamic_batch_enable=False, max_tokens_per_gpu=None,
             colocate_all=sleeps, async_enable=not sleeps,
         ),
@@ -341,16 +343,16 @@ class _RankMethods:
     strategy: Any
     actor: Any
     tokenizer: Any
-    fit: Any
-    append: Any
     init_model_from_pretrained: Any
     _rank: int
     _world_size: int
 
-    def start(self, strategy: Any, model: str, engines: list[Any], reference: bool) -> int:
+    def start(
+        self, strategy: Any, model: str, engines: list[Any], reference: bool
+    ) -> tuple[int, bool]:
         """Load the model, join the other ranks, and connect rank 0 with the engines.
 
-        Returns the number of the model's parameters.
+        Returns the number of the model's parameters, and whether its rows may branch.
         """
         self.init_model_from_pretrained(strategy, model, max_steps=_FAR, vllm_engines=engines)
         frozen = None
@@ -362,25 +364,28 @@ class _RankMethods:
             )
             frozen = self.strategy.prepare(made)
             frozen.eval()
+        engine = self.actor.model
         self.learner = Learner(
-            self.trainer,
-            fit=self.fit,
-            append=self.append,
-            make_experience=import_module("openrlhf.trainer.ppo_utils.experience").Experience,
-            accumulated=self.strategy.accumulated_gradient,
-            reference=frozen,
+            engine,
+            self.tokenizer,
+            ranks=self._world_size,
+            reference=None if frozen is None else frozen.model,
         )
         # Under ZeRO 3 a parameter has its own size only while it is gathered.
-        return sum(getattr(p, "ds_numel", p.numel()) for p in self.actor.model.module.parameters())
+        size = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
+        return size, self.learner.branching
 
-    def take(self, sample: Sample) -> None:
-        self.learner.samples.append(sample)
+    def learn(
+        self, samples: Sequence[Sample], steps: Sequence[Step], settings: LossSettings, version: int
+    ) -> RankStats:
+        found = self.learner.learn(samples, steps, settings, version)
+        import_module("torch").cuda.empty_cache()  # for the weights that are gathered to be sent
+        return found
 
-    def learn(self, settings: LossSettings, updates: int, version: int) -> RankStats:
-        return self.learner.learn(settings, updates, version)
-
-    def score(self) -> list[tuple[float, ...]]:
-        return self.learner.score()
+    def score(
+        self, samples: Sequence[Sample], rows: Sequence[Sequence[int]]
+    ) -> list[tuple[float, ...]]:
+        return self.learner.score(samples, rows)
 
     def reconnect(self, engines: list[Any]) -> None:
         """Send weights to these engines from now on."""

@@ -150,14 +150,13 @@ def place(experiment: Experiment, here: Sequence[Gpu] | None = None) -> Placemen
                 f" ratios need them; set it to 1, or {role}.train=false"
             )
     placed: list[PolicyPlacement] = []
-    for role, model, sizes, training, responses in (
-        ("actor", experiment.model, cluster.actor, experiment.actor, experiment.env.max_turns),
-        ("extractor", second, cluster.extractor, experiment.extractor, 1),
+    for role, model, sizes, training in (
+        ("actor", experiment.model, cluster.actor, experiment.actor),
+        ("extractor", second, cluster.extractor, experiment.extractor),
     ):
         shape, rank, engine = shape_of(model.name), None, None
         if shape is not None:
-            sampled, reference = responses * training.max_tokens, training.kl > 0
-            rank = rank_memory(shape, sizes, sampled=sampled, reference=reference)
+            rank = rank_memory(shape, sizes, reference=training.kl > 0)
             engine = engine_memory(shape, sizes, gpu_gb)
         counts = sizes.nodes * sizes.gpus_per_node, sizes.engines * sizes.tensor_parallel
         policy = PolicyPlacement(role, model.name, sizes, *counts, shape, rank, engine)
@@ -209,13 +208,6 @@ def check_dense(name: str, config: Mapping[str, Any]) -> None:
 def _check_policy(policy: PolicyPlacement, longest: int) -> None:
     """Refuse sizes of a policy that DeepSpeed, vLLM or its model cannot have."""
     settings, shape, key = policy.settings, policy.shape, f"cluster.{policy.role}"
-    unit = settings.micro_batch_size * policy.ranks
-    if settings.batch_size % unit:
-        raise ConfigError(
-            f"Expected {key}.batch_size to be a multiple of {unit} = micro_batch_size"
-            f" {settings.micro_batch_size} x {policy.ranks} ranks, got {settings.batch_size}: every"
-            f" rank takes as many micro-batches; set it to {-(-settings.batch_size // unit) * unit}"
-        )
     if settings.zero_stage == 0:
         raise ConfigError(
             f"Expected {key}.zero_stage of 1, 2 or 3, got 0: checkpoints, offloading and sleep go"
@@ -397,13 +389,12 @@ def describe_placement(experiment: Experiment, placement: Placement) -> Iterator
         if shape:
             size = f"{shape.parameters / 1e6:,.0f} million parameters"
         ranks, per_node = _count(policy.ranks, "rank"), _count(settings.gpus_per_node, "GPU")
-        steps = settings.batch_size // (settings.micro_batch_size * policy.ranks)
         yield f"{policy.role}: {policy.model}, {size}"
         yield (
             f"  training: {ranks} ({_count(settings.nodes, 'node')} x {per_node}), ZeRO"
-            f" {settings.zero_stage}; an update takes {settings.batch_size} sequences of at most"
-            f" {settings.max_length} tokens = {ranks} x {_count(steps, 'micro-batch', 'es')} of"
-            f" {settings.micro_batch_size}"
+            f" {settings.zero_stage}; a step takes at most {settings.batch_size} sequences of"
+            f" {settings.max_length} tokens, packed into rows of at most"
+            f" {settings.micro_batch_size * settings.max_length}"
         )
         if rank:
             need, listed = _rank_need(placement, policy, rank)
@@ -446,5 +437,5 @@ def describe_placement(experiment: Experiment, placement: Placement) -> Iterator
     yield "these are sums, not measurements: see docs/cluster.md"
 
 
-def _count(number: int, what: str, plural: str = "s") -> str:
-    return f"{number} {what}{'' if number == 1 else plural}"
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

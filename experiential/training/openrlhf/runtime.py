@@ -11,6 +11,7 @@ from contextlib import ExitStack, asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial, wraps
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -30,7 +31,7 @@ from experiential.training.openrlhf.bank_actor import BankActor
 from experiential.training.openrlhf.causes import shorten
 from experiential.training.openrlhf.engines import Engine, Engines
 from experiential.training.openrlhf.env_workers import EnvWorkers
-from experiential.training.openrlhf.learner import BLANK, RankStats
+from experiential.training.openrlhf.learner import RankStats, Step
 from experiential.training.openrlhf.memory import STATE_BYTES
 from experiential.training.openrlhf.nodes import APPEARS_S, check_nodes, check_weights
 from experiential.training.openrlhf.placement import node_bundles, place
@@ -44,6 +45,7 @@ from experiential.training.openrlhf.supervisor import (
     joined_ray,
 )
 from experiential.training.openrlhf.time_slicing import SharedGpus, Tenant
+from experiential.training.packing import deal, draw_batches
 from experiential.training.runtime import (
     LossSettings,
     Policies,
@@ -139,6 +141,8 @@ class OpenRLHFRuntime(PolicyRuntime):
         self._tokens = 0
         self._training = asyncio.Lock()
         self._train_s, self._seen = 0.0, (time.perf_counter(), 0.0, 0.0)
+        full = settings.micro_batch_size * settings.max_length  # what the dry run counts
+        self._limit, self._branching = min(full, optim.tokens_per_micro_batch or full), False
         self._stops = StopFinder(tokenizer)
         self._tries = lru_cache(maxsize=1024)(partial(ChoiceTrie, tokenizer=tokenizer))
         self._encode = PromptEncoder(tokenizer, name)
@@ -205,8 +209,9 @@ class OpenRLHFRuntime(PolicyRuntime):
         """
         async with _explained():
             await self._engines.start()
-            sizes = await answers(self._starting, self._rank_names, self._cluster.start_timeout)
-        self._state_s = self._cluster.call_timeout + STATE_BYTES * max(sizes) / SLOWEST_DISK
+            found = await answers(self._starting, self._rank_names, self._cluster.start_timeout)
+        size, self._branching = found[0]
+        self._state_s = self._cluster.call_timeout + STATE_BYTES * size / SLOWEST_DISK
         self.busy()
 
     @property
@@ -261,47 +266,53 @@ class OpenRLHFRuntime(PolicyRuntime):
     async def train(self, samples: Sequence[Sample], loss: LossSettings) -> TrainStats:
         """Optimise on ``samples``; the engines serve the old weights until ``sync``.
 
-        The samples are filled up with empty ones to whole batches of ``batch_size``, one optimiser
-        step each. Where that makes several steps, or ``mini_batches`` asks for them, the weight of
-        a sequence is multiplied by their number, as in `LocalRuntime`; which sequences meet in a
-        step is then drawn by each rank among its own. Ratios are taken to log-probabilities of the
-        ranks (`takes_old`): in the first step from its own forward pass, and if more steps follow,
-        from one before it. Empty input changes nothing.
+        An optimiser step takes at most ``batch_size`` samples; where there are more, or
+        ``mini_batches`` asks for it, an epoch has several, as in `LocalRuntime`. Ranks compute rows
+        of at most ``max_length`` x ``micro_batch_size`` tokens (`deal`). Ratios are taken to
+        log-probabilities of the ranks (`takes_old`): in the first step from its own forward pass,
+        in later ones from one before it. Empty input changes nothing.
         """
         usable = usable_samples(samples)
         if not usable:
             return TrainStats(version=self.version)
         async with self._training, self._computing():
             begin = time.perf_counter()
-            size = self.settings.batch_size
-            updates = max(loss.mini_batches, -(-len(usable) // size))
-            takes = [takes_old(s, loss, self.version, exact=False) for s in usable]
-            if any(takes) and updates * loss.epochs > 1:
-                usable = [
-                    replace(sample, old=values) if take else sample
-                    for sample, take, values in zip(
-                        usable, takes, await self._score(usable), strict=True
-                    )
-                ]
-            filled = [s.weighted(updates) for s in usable]
-            filled += [BLANK] * (updates * size - len(usable))
-            await self._all("take", sample=filled)
-            found: list[RankStats] = await self._all("learn", loss, updates, self.version)
+            least = -(-len(usable) // self.settings.batch_size)
+            count = min(len(usable), max(loss.mini_batches, least))
+            epochs = draw_batches(len(usable), count, loss)
+            later = sorted(chain(*(epochs[0] if loss.epochs > 1 else epochs[0][1:])))
+            takes = [i for i in later if takes_old(usable[i], loss, self.version, exact=False)]
+            scored = await self._score([usable[i] for i in takes])
+            for i, values in zip(takes, scored, strict=True):
+                usable[i] = replace(usable[i], old=values)
+            weighted = [s.weighted(count) for s in usable]
+            plan: list[tuple[int, list[list[list[int]]]]] = []
+            for batch in chain(*epochs):
+                part = [weighted[i] for i in batch]
+                dealt = await asyncio.to_thread(self._deal, part)
+                rows = [[[batch[i] for i in row] for row in rank] for rank in dealt]
+                plan.append((sum(len(s.positions) for s in part), rows))
+            arguments: list[tuple[Any, ...]] = []
+            for rank in range(len(self._ranks)):
+                own, steps = _renumber([rows[rank] for _, rows in plan])
+                taken = [Step(rows, tokens) for rows, (tokens, _) in zip(steps, plan, strict=True)]
+                arguments.append(([weighted[i] for i in own], taken, loss, self.version))
+            found: list[RankStats] = await self._each("learn", arguments)
             seconds = time.perf_counter() - begin
             self._train_s += seconds
-            self.version += updates * loss.epochs
+            updates = len(plan)
+            self.version += updates
         sums = Sums()
         for rank in found:
             add_sums(sums, rank.metrics)
-        tokens = sum(len(s.tokens) for s in usable)
         return TrainStats(
-            loss=sum(rank.loss for rank in found) / max(1, found[0].updates),
-            grad_norm=found[0].grad_norm,
+            loss=sum(rank.loss for rank in found) / updates,
+            grad_norm=found[0].grad_norm / updates,
             samples=len(usable),
             tokens=sum(len(s.positions) for s in usable),
-            sequence_tokens=tokens,
-            forwarded_tokens=tokens,
-            updates=found[0].updates,
+            sequence_tokens=sum(len(s.tokens) for s in usable),
+            forwarded_tokens=sum(rank.forwarded_tokens for rank in found),
+            updates=updates,
             seconds=seconds,
             version=self.version,
             metrics=means(sums),
@@ -315,10 +326,19 @@ class OpenRLHFRuntime(PolicyRuntime):
             return await self._score(usable)
 
     async def _score(self, usable: list[Sample]) -> list[tuple[float, ...]]:
-        blanks = -len(usable) % (len(self._ranks) * self.settings.micro_batch_size)
-        await self._all("take", sample=usable + [BLANK] * blanks)
-        found: list[list[tuple[float, ...]]] = await self._all("score")
-        return [part for rank in found for part in rank][: len(usable)]
+        if not usable:
+            return []
+        dealt = await asyncio.to_thread(self._deal, usable)
+        parts = [_renumber([rows]) for rows in dealt]
+        arguments = [([usable[i] for i in own], rows) for own, (rows,) in parts]
+        found: list[list[tuple[float, ...]]] = await self._each("score", arguments)
+        pairs = zip(chain(*(own for own, _ in parts)), chain(*found), strict=True)
+        return [values for _, values in sorted(pairs)]
+
+    def _deal(self, samples: list[Sample]) -> list[tuple[tuple[int, ...], ...]]:
+        """Return the rows of each rank, as indices of ``samples``; some may be empty."""
+        dealt = deal(samples, len(self._ranks), limit=self._limit, branching=self._branching)
+        return list(zip(*dealt, strict=True))
 
     @_on_cluster_loop
     async def sync(self) -> int:
@@ -372,15 +392,19 @@ class OpenRLHFRuntime(PolicyRuntime):
         self._ranks.clear()
         self._reservation.leave(self.name)
 
-    async def _all(
-        self, method: str, *arguments: Any, seconds: float | None = None, **divided: list[Any]
+    async def _all(self, method: str, *arguments: Any, seconds: float | None = None) -> list[Any]:
+        """Call a method in all ranks; see `_each`."""
+        return await self._each(method, [arguments] * len(self._ranks), seconds)
+
+    async def _each(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], seconds: float | None = None
     ) -> list[Any]:
-        """Call a method in all ranks; each gets its part of a ``divided`` list, in order.
+        """Call a method in all ranks, each with its own arguments.
 
         They must answer within ``seconds``, by default ``cluster.call_timeout``.
         """
-        run = self._group.async_run_method_batch if divided else self._group.async_run_method
-        references = run(method, *arguments, **divided)
+        calls = zip(self._ranks, arguments, strict=True)
+        references = [getattr(rank, method).remote(*own) for rank, own in calls]
         async with _explained():
             seconds = seconds or self._cluster.call_timeout
             return await answers(references, self._rank_names, seconds)
@@ -428,6 +452,13 @@ class OpenRLHFRuntime(PolicyRuntime):
             self._engines.connected = actors
         await self._all("broadcast_to_vllm")
         self._engines.note_weights(actors)
+
+
+def _renumber(steps: Sequence[Sequence[Sequence[int]]]) -> tuple[list[int], list[list[list[int]]]]:
+    """Return which samples some rows hold, and the rows with their places in that list."""
+    own = sorted({i for rows in steps for row in rows for i in row})
+    place = {i: k for k, i in enumerate(own)}
+    return own, [[[place[i] for i in row] for row in rows] for rows in steps]
 
 
 class ClusterRuntime:
