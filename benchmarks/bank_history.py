@@ -5,8 +5,9 @@
 
 All figures are processor milliseconds of one thread, the best of ``--repeats``; vectors have 384
 numbers. ``checks`` is the part of a read-only opening that copies the journal and verifies every
-checksum. ``diff`` and ``rollback`` are those of one
-rewritten and one removed entry; ``whole states`` builds the two states that such a diff compares.
+checksum; the first call of a reader that asks for history pays it. ``at``, ``diff`` and
+``rollback`` are those of one rewritten and one removed entry; ``whole state`` reads what such a
+state holds from the journal, ``whole states`` the two that such a diff compares.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from pathlib import Path
 import numpy as np
 
 from experiential.bank.folder import FolderBank
+from experiential.bank.index.nearest import Nearest
 from experiential.bank.storage.journal import JOURNAL_NAME, Journal
 from experiential.bank.storage.tables import difference
+from experiential.types import Experience
 
 
 def cost(work: Callable[[], object], repeats: int) -> float:
@@ -63,11 +66,15 @@ def measure(count: int, folder: Path, repeats: int) -> dict[str, float]:
         head, ids = bank.head, [entry.id for entry in bank.entries()]
         bank.update(ids[7], "Better.")
         bank.remove(ids[8])
-        now = bank.head
+        now, live = bank.head, bank._history.live  # pyright: ignore[reportPrivateUsage]
+
+        def entries(commit: int) -> list[Experience]:
+            return [one.experience for one in live(commit).entries]
+
         found["diff"] = cost(lambda: bank.diff(head, now), repeats)
-        found["whole states"] = cost(
-            lambda: difference(bank.at(head).entries(), bank.at(now).entries()), repeats
-        )
+        found["at"] = cost(lambda: bank.at(head), repeats)
+        found["whole state"] = cost(lambda: Nearest(live(head), limit=count), repeats)
+        found["whole states"] = cost(lambda: difference(entries(head), entries(now)), repeats)
         found["rollback"] = cost(lambda: bank.rollback(head), 1)
     return found | {"disk bytes per entry": round(journal.stat().st_size / count)}
 

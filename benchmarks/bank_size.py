@@ -1,12 +1,15 @@
 """Measure what a bank costs as it grows: opening, searching, adding, memory and disk.
 
-    python -m benchmarks.bank_size [--sizes 10000 100000] [--before CHECKOUT]
-        [--results benchmarks/results/bank_size.json]
+    python -m benchmarks.bank_size [--sizes 10000 100000 1000000] [--before CHECKOUT]
+        [--drawn] [--results benchmarks/results/bank_size.json]
 
-Each figure is taken in fresh processes, the least of ``--repeats`` for opening. With ``--before``,
-the folder of another working copy of the project, its code opens the same folders in turn. Times
-are processor milliseconds, vectors have 384 numbers, and all of them are in memory
-(``store="exact"``).
+Each figure is taken in fresh processes, the least of ``--repeats``; one from 1,000,000 entries.
+With ``--before``, the folder of another working copy of the project, its code opens the same
+folders in turn. Times are processor milliseconds, vectors have 384 numbers, and none is in an index
+store (``store="exact"``). Memory is that of the process alone; pages of files that it maps, which
+the system takes back when it needs them, are counted as ``mapped_mib``. ``changed`` opens the bank
+read-only once more, after the writers have added and removed entries. The longest figures of
+``before`` are left out.
 """
 
 from __future__ import annotations
@@ -18,16 +21,37 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from experiential.bank.folder import FolderBank
-from experiential.bank.index.embed import HashingEmbedder
+import numpy as np
+import numpy.typing as npt
 
-EMBEDDER = HashingEmbedder(384)
-SEARCHES = 200
-ADDS = 20
+from experiential.bank.folder import FolderBank
+from experiential.bank.index.embed import Embedder, HashingEmbedder
+from experiential.bank.storage.journal import JOURNAL_NAME
+
+DIMENSION, SEARCHES, ADDS = 384, 200, 20
+SESSION = 250_000
+"""Entries written by one process, which holds what it wrote in memory."""
+
+
+class Drawn:
+    """Draw the vector of a text, near one of 1,000 centres."""
+
+    id = "drawn"
+    centres = np.random.default_rng(0).standard_normal((1000, DIMENSION), dtype=np.float32)
+
+    def __call__(self, texts: list[str]) -> npt.NDArray[np.float32]:
+        """Return vectors of unit length, shape (n, 384)."""
+        made = np.empty((len(texts), DIMENSION), dtype=np.float32)
+        for row, one in enumerate(texts):
+            seed = zlib.crc32(one.encode())
+            made[row] = self.centres[seed % 1000]
+            made[row] += np.random.default_rng(seed).standard_normal(DIMENSION, dtype=np.float32)
+        return made / np.linalg.norm(made, axis=1, keepdims=True)
 
 
 def text(number: int) -> str:
@@ -45,35 +69,40 @@ def cost(start: float) -> float:
 
 
 def memory(what: str) -> float:
-    """Return ``VmRSS`` or ``VmHWM`` of this process in MiB."""
+    """Return a line like ``RssAnon`` of the status of this process in MiB."""
     [line] = [
         one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith(what)
     ]
     return int(line.split()[1]) / 1024
 
 
-def fill(folder: Path, count: int) -> None:
-    """Write a bank of ``count`` entries."""
-    with FolderBank(folder, embedder=EMBEDDER, store="exact") as bank:
-        for start in range(0, count, 1000):
+def fill(folder: Path, embedder: Embedder, first: int, count: int) -> None:
+    """Write the entries of a bank from one on, in commits of 1,000 to 5,000."""
+    with FolderBank(folder, embedder=embedder, store="exact") as bank:
+        step = 5000 if count > 100_000 else 1000
+        for start in range(first, min(count, first + SESSION), step):
             bank.add_many(
-                [text(number) for number in range(start, min(count, start + 1000))],
-                task=f"task {start // 1000}",
+                [text(number) for number in range(start, min(count, start + step))],
+                task=f"task {start // step}",
             )
 
 
-def measure(folder: Path, *, read_only: bool) -> dict[str, float]:
+def measure(folder: Path, embedder: Embedder, *, read_only: bool) -> dict[str, float]:
     """Open a bank once, use it, and return the figures."""
-    before, start = memory("VmRSS"), time.process_time()
-    with FolderBank(folder, embedder=EMBEDDER, read_only=read_only) as bank:
-        found = {"open_ms": cost(start), "open_mib": memory("VmRSS") - before}
-        found["open_peak_mib"] = memory("VmHWM") - before
+    before, peak, start = memory("RssAnon"), memory("VmHWM"), time.process_time()
+    with FolderBank(folder, embedder=embedder, read_only=read_only) as bank:
+        found = {"open_ms": cost(start), "open_mib": memory("RssAnon") - before}
+        found["open_peak_mib"] = memory("VmHWM") - peak
         count, times = len(bank), list[float]()
+        start = time.process_time()
+        assert bank.search(text(7), k=3)
+        found["first_search_ms"] = cost(start)
         for number in range(SEARCHES):
             start = time.process_time()
             assert bank.search(text(number * 15485863 % count), k=3)
             times.append(cost(start))
         found |= {"search_p50_ms": median(times), "search_p99_ms": quantiles(times, n=100)[-1]}
+        found |= {"used_mib": memory("RssAnon") - before, "mapped_mib": memory("RssFile")}
         if not read_only:
             times.clear()
             added: list[str] = []
@@ -87,10 +116,18 @@ def measure(folder: Path, *, read_only: bool) -> dict[str, float]:
     return found
 
 
-def measured(folder: Path, checkout: Path, mode: str) -> dict[str, float]:
+def measured(folder: Path, checkout: Path, drawn: bool, mode: str, *more: int) -> dict[str, float]:
     """Return what a process with the code of ``checkout`` measures."""
     done = subprocess.run(
-        [sys.executable, __file__, "--measure", str(folder), mode],
+        [
+            sys.executable,
+            __file__,
+            *["--drawn"] * drawn,
+            "--measure",
+            str(folder),
+            mode,
+            *map(str, more),
+        ],
         env=os.environ | {"PYTHONPATH": str(checkout)},
         capture_output=True,
         text=True,
@@ -101,22 +138,26 @@ def measured(folder: Path, checkout: Path, mode: str) -> dict[str, float]:
     return json.loads(done.stdout)
 
 
-def compare(count: int, checkouts: dict[str, Path], repeats: int) -> dict[str, Any]:
+def compare(count: int, checkouts: dict[str, Path], repeats: int, drawn: bool) -> dict[str, Any]:
     """Fill a bank, and return the figures of each checkout, read-only and as a writer."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "bank"
-        start = time.process_time()
-        fill(folder, count)
-        found["fill_ms_per_entry"] = cost(start) / count
+        for first in range(0, count, SESSION):
+            measured(folder, Path(__file__).parent.parent, drawn, "fill", first, count)
         size = sum(file.stat().st_size for file in folder.iterdir())
         found["disk_bytes_per_entry"] = size / count
-        for mode in ("read_only", "writer"):
+        found["journal_bytes_per_entry"] = (folder / JOURNAL_NAME).stat().st_size / count
+        repeats = repeats if count < 1_000_000 else 1
+        for mode in ("read_only", "writer", "changed"):
             runs = {name: list[dict[str, float]]() for name in checkouts}
             for _ in range(repeats):
                 for name, checkout in checkouts.items():
-                    runs[name].append(measured(folder, checkout, mode))
+                    if name == "now" or mode == "read_only" or (mode == "writer" and repeats > 1):
+                        runs[name].append(measured(folder, checkout, drawn, mode))
             for name, made in runs.items():
+                if not made:
+                    continue
                 least = {key: min(run[key] for run in made) for key in made[0]}
                 found.setdefault(name, {})[mode] = least
     return found
@@ -132,22 +173,28 @@ def rounded(value: Any) -> Any:
 def main() -> None:
     """Measure every size, print and keep the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--drawn", action="store_true", help="draw vectors, which is quicker")
     parser.add_argument("--before", type=Path, help="working copy to compare with")
     parser.add_argument("--results", type=Path)
-    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)  # folder and mode
+    parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)  # folder and mode
     arguments = parser.parse_args()
+    embedder: Embedder = Drawn() if arguments.drawn else HashingEmbedder(DIMENSION)
     if arguments.measure is not None:
-        folder, mode = arguments.measure
-        print(json.dumps(measure(Path(folder), read_only=mode == "read_only")))
+        folder, mode, *numbers = arguments.measure
+        if mode == "fill":
+            fill(Path(folder), embedder, *map(int, numbers))
+            print("{}")
+            return
+        print(json.dumps(measure(Path(folder), embedder, read_only=mode != "writer")))
         return
     checkouts = {"now": Path(__file__).parent.parent}
     if arguments.before is not None:
         checkouts["before"] = arguments.before.resolve()
     found: dict[str, Any] = {}
     for count in arguments.sizes:
-        found[str(count)] = rounded(compare(count, checkouts, arguments.repeats))
+        found[str(count)] = rounded(compare(count, checkouts, arguments.repeats, arguments.drawn))
         print(count, json.dumps(found[str(count)]), flush=True)
         if arguments.results is not None:
             arguments.results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -1,11 +1,13 @@
 """Damage a bank's journal at random, and count what opens silently wrong and what is lost.
 
-    python -m benchmarks.journal_damage --trials 10000
+    python -m benchmarks.journal_damage --trials 10000 [--mapped]
 
 Each trial flips a bit, zeroes a range, or cuts the file. A damage is *silent* if the bank opens
 without naming it and any row or entry differs, for a reader or a writer. It *loses* an entry if
 none of the entry's bytes was touched, and neither the opened bank nor ``experiential bank recover``
-has it. The result is in `benchmarks/results/journal_damage.json`.
+has it. With ``--mapped`` the folder also has the file of entries that readers map, and every other
+trial damages that file instead; what a reader shows before it has looked at the journal is compared
+too. The result is in `benchmarks/results/journal_damage.json`.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from experiential.bank.index.embed import HashingEmbedder
 from experiential.bank.recover import recover
 from experiential.bank.storage.checksums import TABLES
 from experiential.bank.storage.journal import BANK_ID_NAME, JOURNAL_NAME
+from experiential.bank.storage.mapped import PATTERN
 from experiential.errors import BankError
 
 RESULT = Path(__file__).parent / "results" / "journal_damage.json"
@@ -64,20 +67,31 @@ def make_bank(folder: Path, entries: int) -> None:
         bank.add("Elsewhere.")
 
 
+def shown(bank: FolderBank) -> list[Any]:
+    """Return the entries of a bank, the hits of a search, and what it says of episodes."""
+    hits = bank.search("which key does door 7919 need?", k=10)
+    entries = {entry.id: entry for entry in bank.entries()}
+    scores = [(hit.experience.id, round(hit.score, 5)) for hit in hits]
+    ledger = bank._ledger  # pyright: ignore[reportPrivateUsage]
+    used = [bank.used_in(id) for id in entries]
+    return [entries, scores, bank.queue.counts(), list(ledger.episodes()), bank.episodes(), used]
+
+
 def state(bank: FolderBank) -> dict[str, Any]:
     """Return all rows of a bank's journal, and its entries as they are found and read."""
+    first = shown(bank)  # of the mapped entries, if they are used
     journal = bank._journal  # pyright: ignore[reportPrivateUsage]
     rows = {
         table: journal.rows(f"SELECT {', '.join(columns)} FROM {table} ORDER BY rowid")
         for table, columns in TABLES.items()
     }
-    hits = bank.search("which key does door 7919 need?", k=10)
+    again = shown(bank)
     return {
+        "first": first,
         "rows": rows,
-        "entries": {entry.id: entry for entry in bank.entries()},
-        "hits": [(hit.experience.id, hit.score) for hit in hits],
+        "again": again,
+        "entries": again[0],
         "log": [entry.model_dump() for entry in bank.history()],
-        "queue": bank.queue.counts(),
     }
 
 
@@ -152,32 +166,41 @@ def run(
         home = Path(scratch)
         make_bank(home / "whole", entries)
         raw = (home / "whole" / JOURNAL_NAME).read_bytes()
+        mapped = next((home / "whole").glob(PATTERN), None)
+        mapped_raw = b"" if mapped is None else mapped.read_bytes()
         with FolderBank(home / "whole", read_only=True) as bank:
             known = state(bank)
         where = spans(raw, known)
         folder, new = home / "damaged", home / "new"
 
-        def lay(data: bytes) -> None:
+        def lay(data: bytes, of_map: bytes) -> None:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
             shutil.copyfile(home / "whole" / BANK_ID_NAME, folder / BANK_ID_NAME)
             (folder / JOURNAL_NAME).write_bytes(data)
+            if mapped is not None:
+                (folder / mapped.name).write_bytes(of_map)
             os.utime(folder / JOURNAL_NAME, (0, 0))  # a reader waits beside a file of right now
 
         for trial in range(trials):
-            kind, data, start, end = damage(raw, draw)
-            lay(data)
+            is_map = mapped is not None and trial % 2 == 1
+            kind, data, start, end = damage(mapped_raw if is_map else raw, draw)
+            if is_map:
+                laid, kind, start, end = (raw, data), f"mapped {kind}", 0, 0
+            else:
+                laid = data, mapped_raw
+            lay(*laid)
             result, found, error = opened(folder, known, read_only=True)
             if result == "refused" and "recover" not in error:
                 counts["refused without naming recover"] += 1
-            shown = found.get("entries", {})
+            served = found.get("entries", {})
             if result == "named, rest served" and any(
-                known["entries"].get(id, entry) != entry for id, entry in shown.items()
+                known["entries"].get(id, entry) != entry for id, entry in served.items()
             ):
                 counts["an entry or its counters shown otherwise, named"] += 1
             intact = {id for id, (a, b) in where.items() if end <= a or start >= b}
             texts = {id: known["entries"][id].text for id in intact}
-            lacking = {id for id in intact if id not in shown or shown[id].text != texts[id]}
+            lacking = {id for id in intact if id not in served or served[id].text != texts[id]}
             if lacking or result == "refused":
                 shutil.rmtree(new, ignore_errors=True)
                 try:
@@ -189,16 +212,22 @@ def run(
                     got = {}
                 lacking = {id for id in intact if got.get(id, "") != texts[id]}
             written, after, _ = opened(folder, known, read_only=False)
-            is_other = (written, after) != (result, found)
+            first = found.pop("first", [])
+            after_all = {name: part for name, part in after.items() if name != "first"}
+            is_other = (written, after_all) != (result, found)
+            # Before the journal was checked: as it was, or as what is named leaves it.
+            both = zip(first, known["first"], found.get("again", []), strict=False)
+            is_wrong_first = any(part not in parts for part, *parts in both)
+            counts["SILENT: shown otherwise before the journal was checked"] += is_wrong_first
             counts["SILENT: a writer found another state than a reader"] += is_other
             is_new = bool(after) and not is_kept(folder, after)
             counts["SILENT: after a writer set rows aside, another state"] += is_new
             counts[f"{kind}: {result}"] += 1
             counts["undamaged entries"] += len(intact)
             counts["undamaged entries lost"] += len(lacking)
-            is_wrong = result.startswith(("RAW", "SILENT")) or is_other or is_new
+            is_wrong = result.startswith(("RAW", "SILENT")) or is_other or is_new or is_wrong_first
             if keep is not None and (is_wrong or lacking):
-                lay(data)
+                lay(*laid)
                 shutil.copytree(folder, keep / str(trial), dirs_exist_ok=True)
             if (trial + 1) % max(1, trials // 1000) == 0:
                 progress(f"{trial + 1} of {trials}: {json.dumps(+counts, sort_keys=True)}")
@@ -215,8 +244,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--entries", type=int, default=30, help="added to the bank")
     parser.add_argument("--keep", type=Path, help="folder for journals that opened silently wrong")
+    parser.add_argument("--mapped", action="store_true", help="damage the mapped file too")
     parser.add_argument("--results", type=Path, default=RESULT)
     options = parser.parse_args()
+    if options.mapped:
+        FolderBank.MAPPED_FROM = 1
     logging.getLogger("experiential").setLevel(logging.ERROR)
     chosen = (options.trials, options.seed, options.entries, options.keep)
     found = run(*chosen, partial(print, flush=True))

@@ -39,6 +39,7 @@ NOT_OVER_HTTP = {
 }
 NOT_METHODS = {
     "RESIDENT_LIMIT": "a constant of the class, of the process that has the index",
+    "MAPPED_FROM": "a constant of the class, of the process that writes the folder",
 }
 OF_A_FOLDER = {"nearest": "inside search", "counters": "inside search"} | NOT_METHODS
 

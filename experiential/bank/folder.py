@@ -7,13 +7,14 @@ end the transaction that every write passes through.
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property, partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
@@ -34,7 +35,7 @@ from experiential.bank.index.embed import (
     resolve_embedder,
 )
 from experiential.bank.index.follower import BATCH, IndexFollower
-from experiential.bank.index.nearest import Nearest
+from experiential.bank.index.nearest import Layered, Nearest, Snapshot
 from experiential.bank.index.site import CHROMA, chosen_site
 from experiential.bank.index.store import IndexLostError
 from experiential.bank.operations import approve, common_task, consolidate, distil, keys_to_embed
@@ -68,6 +69,7 @@ from experiential.bank.state import (
 )
 from experiential.bank.storage.checksums import Damage
 from experiential.bank.storage.group_commit import Group, GroupCommit
+from experiential.bank.storage.in_place import Since, Unchained, fits, read_since, read_stamp
 from experiential.bank.storage.journal import (
     JOURNAL_NAME,
     Journal,
@@ -77,7 +79,9 @@ from experiential.bank.storage.journal import (
     refuse_lost,
 )
 from experiential.bank.storage.lock import WriterLock
-from experiential.bank.storage.tables import DistillationQueue, History, Receipts
+from experiential.bank.storage.mapped import Mapped, MappedEntries, mapped_file
+from experiential.bank.storage.mapped import write as write_mapped
+from experiential.bank.storage.tables import DistillationQueue, History, Live, Receipts
 from experiential.bank.text import TEXT_LIMIT, Gate, checked_text, clean
 from experiential.bank.unmanaged import Unmanaged
 from experiential.errors import BankError, ReadOnlyBankError
@@ -98,6 +102,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Callable[..., Any])
+_FEW, _BEHIND = 500, 10
+"""Changes since it was written, at least and as a part of all entries, that make a file old."""
+_log = logging.getLogger(__name__)
 _CLOSED = "Expected an open bank, got a closed one; open it again with ExperienceBank(path)"
 
 
@@ -151,6 +158,8 @@ class FolderBank(StateReader, Bank, Shared):
     RESIDENT_LIMIT: int | None = None
     """Entries up to which the exact index in memory answers; above it, the index store does. None
     is as many as the store was measured to pay from."""
+    MAPPED_FROM: int = 2_000
+    """Entries from which a writer leaves a file for readers to map; see `Mapped`."""
 
     def __init__(
         self,
@@ -183,11 +192,13 @@ class FolderBank(StateReader, Bank, Shared):
         with ExitStack() as undo:  # what was opened is closed again when a later part fails
             if lock is not None:
                 undo.callback(lock.release)
-            self._journal = (
-                Journal.open_copy(self.path)
-                if lock is None
-                else Journal.open(self.path, check=lock.is_first)
-            )
+            mapped = self._mapped() if lock is None else None
+            if lock is not None:
+                self._journal = Journal.open(self.path, check=lock.is_first)
+            elif mapped is None:
+                self._journal = Journal.open_copy(self.path)
+            else:  # what the file does not hold, the journal is opened for
+                self._journal = Journal.open_copy(self.path, weakly(self._show_copy))
             undo.callback(self._journal.close)
             self._history = History(self._journal, namespace)
             self._ledger = credit.Ledger(self._journal, namespace)
@@ -202,23 +213,50 @@ class FolderBank(StateReader, Bank, Shared):
             self._finalizer = weakref.finalize(self, _shut, self._follower, self._journal, lock)
             undo.pop_all()
             undo.callback(self._finalizer)
-            self._load(embedder)
+            self._load(embedder, mapped)
             undo.pop_all()
         self._offer()
 
-    def _load(self, embedder: Embedder | str | None) -> None:
-        recorded = self._history.meta("embedder")
-        if recorded is None and embedder is None and not self._history.is_empty():
+    def _mapped(self) -> tuple[Mapped, Since] | None:
+        """Return the mapped entries and what was written since; None where they are not proved."""
+        try:
+            mapped = Mapped(mapped_file(self.path, self.namespace))
+            if mapped.stamp.namespace != self.namespace:
+                return None
+            since = read_since(self.path, mapped.stamp, most=len(mapped))
+            if since is None:
+                return None
+            for id, stored in since.changed.items():
+                # An entry that came back has a place that only the journal knows.
+                is_back = id not in since.fresh and mapped.row(id) is None
+                if stored is not None and (is_back or len(stored.vector) != mapped.dimension):
+                    return None
+        except IndexLostError as error:
+            _log.debug("%s; the journal is read instead", error)
+            return None
+        return mapped, since
+
+    def _load(
+        self, embedder: Embedder | str | None, mapped: tuple[Mapped, Since] | None = None
+    ) -> None:
+        meta = self._history.meta if mapped is None else mapped[0].stamp.facts.get
+        recorded = meta("embedder")
+        if (
+            recorded is None
+            and mapped is None
+            and embedder is None
+            and not self._history.is_empty()
+        ):
             raise BankError(
                 f"Expected the journal in {str(self.path)!r} to name the embedder of its entries,"
                 " got none, its row is damaged; pass embedder="
             )
         if recorded is not None and embedder is None:
-            chosen = recorded_embedder(recorded, self._history.meta("embedder_name"))
+            chosen = recorded_embedder(recorded, meta("embedder_name"))
         else:
             chosen = resolve_embedder(embedder)
             id = embedder_id(chosen)
-            if recorded not in (None, id) and not self._history.is_empty():
+            if recorded not in (None, id) and (mapped or not self._history.is_empty()):
                 raise BankError(
                     f"Expected the embedder {recorded!r} that this bank was made with, got {id!r};"
                     " pass that one, or export the bank and import it into a new one"
@@ -229,7 +267,10 @@ class FolderBank(StateReader, Bank, Shared):
             if isinstance(name, str) and not self.read_only:  # found later without asking
                 self._history.set_meta("embedder_name", name)
         self.embedder: TextEmbedder = CachedEmbedder(chosen)
-        self._dimension = int(self._history.meta("dimension") or 0)
+        self._dimension = int(meta("dimension") or 0)
+        if mapped is not None:
+            self._show_mapped(*mapped)
+            return
         self.head = self._history.head()
         follower = self._follower
         if follower is None:  # a read-only bank never asks the store, which belongs to the writer
@@ -241,11 +282,71 @@ class FolderBank(StateReader, Bank, Shared):
             most = limit if behind is None else math.inf  # beyond, the store has the vectors
             entries = self._history.live(self.head, most_vectors=most)
             nearest = Nearest(entries, limit=limit, replica=follower.searchable, behind=behind)
-        self._state = State(entries, self._ledger.statistics(), nearest)
+        self._state = State(entries.table(), self._ledger.statistics(), nearest)
+        if not self.read_only:
+            self._save_mapped()
         if follower is not None:
             follower.on_advance, follower.patience = weakly(self._settle), nearest.patience
             if follower.is_behind() or nearest.is_large:
                 follower.wake()
+
+    def _show_mapped(self, mapped: Mapped, since: Since) -> None:
+        live = {
+            id: None if stored is None else Live(stored.experience, stored.origins)
+            for id, stored in since.changed.items()
+        }
+        nearest = Nearest.of(Layered(partial(Snapshot.of, mapped), mapped.row, since.changed))
+        self._state = State(MappedEntries(mapped, live), since.statistics, nearest)
+        self.head, self._chain = since.head, since.chain
+        self._journal.before_open = Unchained(self.path, since.chain).rows
+
+    def _show_copy(self) -> None:
+        """Go on with the copy of the journal just made, if it is damaged or of another state."""
+        chain = self._journal.value("SELECT chain FROM commits ORDER BY id DESC LIMIT 1")
+        if chain != self._chain or self._journal.damage:
+            self._show_journal()
+        else:
+            self._state.statistics = self._ledger.statistics()
+
+    def _show_journal(self) -> None:
+        head = self._history.head()
+        entries = self._history.live(head)
+        nearest = Nearest(entries, limit=len(entries))
+        self._state = State(entries.table(), self._ledger.statistics(), nearest)
+        self.head = head
+
+    def _save_mapped(self) -> None:
+        """Write the entries for readers to map, where those on the disk are of long ago."""
+        file = mapped_file(self.path, self.namespace)
+        with self._lock:
+            state, stamp = self._state, read_stamp(self._journal, self.namespace)
+            count = len(state.entries)
+            try:
+                if stamp is None or count < self.MAPPED_FROM:
+                    file.unlink(missing_ok=True)
+                    return
+                with suppress(IndexLostError):
+                    known = Mapped(file).stamp
+                    behind = stamp.seq - known.seq
+                    if fits(self._journal, known) and behind <= max(_FEW, count // _BEHIND):
+                        return
+                entries = state.entries
+                vectors = (self._vector(id, live) for id, live in state.entries.items())
+                if state.nearest.is_large:  # the vectors are in the store and in the journal
+                    live = self._history.live(self.head)
+                    entries, vectors = live.table(), iter(live.vectors)
+                gone = set(self._history.entry_ids()).difference(entries)
+                write_mapped(file, stamp, entries, vectors, sorted(gone))
+            except (OSError, BankError) as error:  # readers then read the journal
+                _log.warning("%s could not be written: %s", file.name, error)
+
+    def _vector(self, id: str, live: Live) -> Vector:
+        found = self._state.nearest.vector(id)
+        if found is None:  # of a proposal
+            stored = self._history.stored(id, live.experience.version)
+            assert stored is not None
+            return stored.vector
+        return found
 
     @property
     def damage(self) -> tuple[Damage, ...]:
@@ -267,6 +368,7 @@ class FolderBank(StateReader, Bank, Shared):
             try:
                 if not self.read_only:
                     self.save_counters()
+                    self._save_mapped()
             finally:
                 if (held := self._finalizer.detach()) is not None:
                     _shut(*held[2], catch_up=True)
@@ -294,8 +396,19 @@ class FolderBank(StateReader, Bank, Shared):
 
     # Reading
 
+    def entries(self) -> Iterator[Experience]:
+        return self._reading(super().entries)
+
     def get(self, id: str) -> Experience | None:
-        return super().get(checked_text(id, "id"))
+        return self._reading(partial(super().get, checked_text(id, "id")))
+
+    def _reading(self, read: Callable[[], T]) -> T:
+        """Return what is read of the state; of the journal's where that is lost."""
+        try:
+            return read()
+        except IndexLostError:
+            self._reside()  # from now on all entries are in memory
+            return read()
 
     def version(self, id: str, version: int) -> Experience | None:
         stored = self._history.stored(id, version)
@@ -304,19 +417,19 @@ class FolderBank(StateReader, Bank, Shared):
     def nearest(
         self, queries: Sequence[str], n: int, scopes: Sequence[Scope], words: bool = False
     ) -> list[Ranking]:
-        state, texts = self._state, queries if words else ()
         if not self._finalizer.alive:
             raise BankError(_CLOSED)
-        if words:
-            state.nearest.index_words(lambda: state.entries)
-        if not state.entries or not queries:
-            return [[] for _ in queries]
-        vectors = self._embed(queries)
-        try:
+
+        def search() -> list[Ranking]:
+            state = self._state
+            if words:
+                state.nearest.index_words(lambda: state.entries)
+            if not state.entries or not queries:
+                return [[] for _ in queries]
+            vectors, texts = self._embed(queries), queries if words else ()
             return state.nearest.search(vectors, n, lambda: state.entries, scopes, texts)
-        except IndexLostError:
-            self._reside()  # from now on all entries are in memory
-            return state.nearest.search(vectors, n, lambda: state.entries, scopes, texts)
+
+        return self._reading(search)
 
     def counters(self, experience: Experience) -> Statistics:
         return self._state.counted(experience.id) or Statistics()
@@ -335,10 +448,36 @@ class FolderBank(StateReader, Bank, Shared):
 
     def at(self, commit: int) -> BankView:
         self._check_commit(commit)
-        # Counters since opening are in memory only; those of entries gone by now are in the table.
-        now = {entry.id: entry.statistics for entry in self.entries()}
-        statistics = {**self._state.statistics, **now}
-        return BankView(commit, self._history.live(commit), statistics, self.embedder)
+        with self._lock:
+            state = self._state
+            statistics = dict(state.statistics)
+            for id in list(state.retrieved):  # counters since opening are in memory only
+                statistics[id] = state.counted(id) or Statistics()
+            touched = self._history.touched(commit, self.head)
+            others = {id: then for id, then, now in touched if then != now}
+            known = state.entries
+            back = [id for id, then in others.items() if then is not None and id not in known]
+            is_near = len(others) <= len(known) // 4 and not (back and self.read_only)
+            changes = {
+                id: None if then is None else self._history.stored(id, then)
+                for id, then in (others.items() if is_near else ())
+            }
+            nearest = state.nearest.over(changes) if is_near else None
+            if nearest is None:
+                live = self._history.live(commit)
+                made = partial(Nearest, live, limit=len(live))
+                return BankView(commit, live.table(), statistics, self.embedder, made)
+            lives = {
+                id: None if stored is None else Live(stored.experience, stored.origins)
+                for id, stored in changes.items()
+            }
+            if isinstance(known, MappedEntries):
+                entries = known.over(lives)
+            else:
+                entries = {**known, **lives}
+                ids = self._history.in_order(known, back)
+                entries = {id: live for id in ids if (live := entries[id]) is not None}
+            return BankView(commit, entries, statistics, self.embedder, lambda: nearest)
 
     def diff(self, a: int, b: int) -> Difference:
         for commit in (a, b):
@@ -365,7 +504,14 @@ class FolderBank(StateReader, Bank, Shared):
 
     def ids(self) -> list[str]:
         """Return the ids of all entries there ever were, and of all recorded trajectories."""
-        return self._history.ids()
+
+        def ids() -> list[str]:
+            entries = self._state.entries
+            if not isinstance(entries, MappedEntries):
+                return self._history.ids()
+            return sorted(entries.ids().union(self._ledger.ids()))
+
+        return self._reading(ids)
 
     def generation(self, id: str) -> Generation | None:
         return self._history.generation(id)
@@ -457,7 +603,7 @@ class FolderBank(StateReader, Bank, Shared):
         """Return an entry version, and what it says and all that it was merged from said."""
         known = self._families.get((id, version))
         if known is None:
-            live = self._state.entries.get(id)
+            live = self._reading(lambda: self._state.entries.get(id))
             if live is not None and live.experience.version == version:
                 entry = live.experience
             elif (stored := self._history.stored(id, version)) is not None:
@@ -615,9 +761,9 @@ class FolderBank(StateReader, Bank, Shared):
                         draft.point(id, stored)
             if gone:  # came back: in the order in which they would be read back
                 entries = self._state.entries
-                self._state.entries = {
-                    id: entries[id] for id in self._history.born() if id in entries
-                }
+                kept = (id for id in entries if id not in gone)
+                back = [id for id in entries if id in gone]
+                self._state.entries = {id: entries[id] for id in self._history.in_order(kept, back)}
             return self._history.commits(before)[-1]
 
     def record(self, trajectory: Trajectory) -> bool:
@@ -977,7 +1123,9 @@ class FolderBank(StateReader, Bank, Shared):
     def _reside(self) -> None:
         """Search a large bank in memory until the index store holds the whole journal."""
         with self._lock:
-            if self._follower is not None and self._state.nearest.is_large:
+            if self.read_only:
+                self._show_journal()
+            elif self._follower is not None and self._state.nearest.is_large:
                 self._state.nearest.hold_all(
                     self._history.live(self.head), self._history.last_seq()
                 )

@@ -55,9 +55,9 @@ class State(Counters):
     """
 
     def __init__(
-        self, entries: LiveEntries, statistics: dict[str, Statistics], nearest: Nearest
+        self, entries: Mapping[str, Live], statistics: dict[str, Statistics], nearest: Nearest
     ) -> None:
-        self.entries: dict[str, Live] = dict(zip(entries.ids, entries.entries, strict=True))
+        self.entries = entries
         self.statistics = statistics
         self.retrieved = Counter()
         self.nearest = nearest
@@ -77,7 +77,8 @@ class State(Counters):
 
     def publish(self, changes: Sequence[Change], statistics: Mapping[str, Statistics]) -> None:
         """Show a commit to readers: one change in place, several by replacing the table at once."""
-        entries = self.entries if len(changes) < 2 else dict(self.entries)
+        held = cast("dict[str, Live]", self.entries)  # a mapped file has no writer
+        entries = held if len(changes) < 2 else dict(held)
         for id, stored, _ in changes:
             old = entries.pop(id, None) if stored is None else entries.get(id)
             if stored is not None:
@@ -107,7 +108,9 @@ class StateReader(View):
 
     def entries(self) -> Iterator[Experience]:
         """Return every entry, oldest first."""
-        return (self.read(live.experience) for live in list(self._state.entries.values()))
+        entries = self._state.entries
+        found = list(entries.values()) if isinstance(entries, dict) else entries.values()
+        return (self.read(live.experience) for live in found)
 
     def get(self, id: str) -> Experience | None:
         """Return the entry with this id, or None."""
@@ -129,14 +132,15 @@ class BankView(StateReader):
     def __init__(
         self,
         commit: int,
-        entries: LiveEntries,
+        entries: Mapping[str, Live],
         statistics: dict[str, Statistics],
         embedder: TextEmbedder,
+        nearest: Callable[[], Nearest],
     ) -> None:
         self.commit = commit
         self._embedder = embedder
-        self._entries = entries
         self._state = State(entries, statistics, Nearest(LiveEntries(), limit=0))
+        self._made = nearest
         self._nearest: Nearest | None = None
         self._lock = threading.Lock()
 
@@ -149,7 +153,7 @@ class BankView(StateReader):
         vectors = self._embedder(queries)
         with self._lock:  # the first search makes the index
             if self._nearest is None:
-                self._nearest = Nearest(self._entries, limit=len(self._entries))
+                self._nearest = self._made()
         return self._nearest.search(
             vectors, n, lambda: self._state.entries, scopes, queries if words else ()
         )

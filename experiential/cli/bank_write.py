@@ -147,6 +147,7 @@ def purge(
         named = ", ".join(f"{count} {name}" for name, count in counts.items())
         if not confirm(f"Erase {named} of {folder} for good?", yes):
             return
+        erase.drop_mapped(folder)  # first: a kill between the two must leave no text behind
         commit = erase.erase(journal, namespace, doomed)
         elsewhere = _elsewhere(journal, namespace, doomed)
     erase.drop_index(folder)

@@ -157,6 +157,11 @@ class Ledger:
         statement = "SELECT 1 FROM trajectories WHERE namespace = ? AND id = ?"
         return self.journal.value(statement, self.namespace, trajectory) is not None
 
+    def ids(self) -> list[str]:
+        """Return the ids of all journalled trajectories."""
+        statement = "SELECT id FROM trajectories WHERE namespace = ?"
+        return [row[0] for row in self.journal.rows(statement, self.namespace)]
+
     def trajectory(self, id: str) -> Trajectory | None:
         """Return one journalled trajectory, or None."""
         statement = "SELECT record FROM trajectories WHERE namespace = ? AND id = ?"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import pairwise
 
 import numpy as np
@@ -18,6 +18,7 @@ from experiential.bank.index.follower import Replica
 from experiential.bank.index.indexed import cosines, search_indexed
 from experiential.bank.index.lexical import Found, Lexical
 from experiential.bank.search.where import Ranking, Row, Scope, Scored, Where
+from experiential.bank.storage.mapped import Mapped
 from experiential.bank.storage.tables import Live, LiveEntries, Stored
 
 Mask = npt.NDArray[np.bool_]
@@ -48,17 +49,29 @@ class Snapshot:
         ids: of all rows, and of rows written since.
         entries: of the same.
         labels: rows by label, with rows written since.
+        row: returns the row of an entry as of now, None where there is none.
         masks: which of the entries pass each of the last filters.
         codes: the rows rounded.
     """
 
     matrix: Vector
     dead: Indices
-    ids: list[str]
-    entries: list[Live]
-    labels: dict[str, list[int]]
+    ids: Sequence[str]
+    entries: Sequence[Live]
+    labels: Mapping[str, Sequence[int]]
     masks: dict[Where, Mask]
     codes: Codes
+    row: Callable[[str], int | None]
+
+    @classmethod
+    def of(cls, mapped: Mapped) -> Snapshot:
+        """Return the index of a mapped file, whose checksums of the vectors are compared now."""
+        held = mapped.names, mapped, mapped.labels
+        return cls(mapped.vectors, mapped.dead, *held, {}, Codes(), mapped.row)
+
+    def cosines(self, rows: Sequence[int], query: Vector) -> Vector:
+        """Return the cosines of these rows with a query."""
+        return self.matrix[rows] @ query
 
     def search(self, queries: Vector, n: int, scopes: Sequence[Scope]) -> list[Row]:
         """Return the ``n`` nearest entries in the scope of each query, best first.
@@ -66,16 +79,26 @@ class Snapshot:
         Queries are normalised, shape (m, d), float32. Equal scores keep the order in which the
         entries were written.
         """
-        if not len(self.matrix):
-            return [Row((), (), (), 0, 0) for _ in queries]
-        ranked = self._by_codes(queries, n, scopes) or self._by_all(queries, n, scopes)
-        columns, values, counts = (np.concatenate(part) for part in zip(*ranked, strict=True))
-        places = columns.tolist()
+        columns, values, counts = self.ranked(queries, n, scopes)
+        places: list[int] = columns.tolist()
         ids = list(map(self.ids.__getitem__, places))
-        live = list(map(self.entries.__getitem__, places))
-        scores: list[float] = values.tolist()
-        edges = [0, *np.cumsum(counts).tolist()]
-        return [Row(ids, live, scores, begin, end) for begin, end in pairwise(edges)]
+        return _rows(ids, self.live(places), values, counts)
+
+    def live(self, rows: Sequence[int | Live]) -> Sequence[Live]:
+        """Return the entries in rows; those of a mapped file are read when they are looked at."""
+        entries = self.entries
+        if isinstance(entries, Mapped):
+            return entries.part(rows)
+        return [entries[row] if isinstance(row, int) else row for row in rows]
+
+    def ranked(self, queries: Vector, n: int, scopes: Sequence[Scope]) -> Ranked:
+        """Return the rows and scores of what ``search`` finds, and how many of each query."""
+        if not len(self.matrix):
+            none = np.zeros(0, dtype=np.intp)
+            return none, np.zeros(0, dtype=np.float32), np.zeros(len(queries), dtype=np.intp)
+        found = self._by_codes(queries, n, scopes) or self._by_all(queries, n, scopes)
+        columns, values, counts = zip(*found, strict=True)
+        return np.concatenate(columns), np.concatenate(values), np.concatenate(counts)
 
     def _by_codes(self, queries: Vector, n: int, scopes: Sequence[Scope]) -> list[Ranked] | None:
         """Compare exactly what rounded vectors leave; None where ``_by_all`` is as good."""
@@ -122,6 +145,12 @@ class Snapshot:
                     scores[row, ~known[:count]] = -np.inf
             found.append(best_of_each(scores, n))
         return found
+
+
+def _rows(ids: Sequence[str], live: Sequence[Live], values: Vector, counts: Indices) -> list[Row]:
+    scores: list[float] = values.tolist()
+    edges = [0, *np.cumsum(counts).tolist()]
+    return [Row(ids, live, scores, begin, end) for begin, end in pairwise(edges)]
 
 
 def best_of_each(scores: Vector, n: int) -> Ranked:
@@ -209,6 +238,11 @@ class VectorIndex:
         self._label_rows()
         return self._snapshot()
 
+    def vector(self, id: str) -> Vector | None:
+        """Return the vector of an entry, None where it is not here."""
+        row = self.rows.get(id)
+        return None if row is None else self._matrix[row]
+
     def apply(self, changes: Iterable[Changed]) -> Snapshot:
         """Put entries in place of earlier versions, or take them out; return the new state.
 
@@ -253,15 +287,80 @@ class VectorIndex:
     def _snapshot(self) -> Snapshot:
         count = len(self._entries)
         dead = np.flatnonzero(~self._alive[:count])
-        return Snapshot(
-            self._matrix[:count],
-            dead,
-            self._ids,
-            self._entries,
-            self._labels,
-            self._masks,
-            self._codes,
+        held = self._ids, self._entries, self._labels, self._masks, self._codes
+        return Snapshot(self._matrix[:count], dead, *held, self.rows.get)
+
+
+class Layered:
+    """Search entries that stay as they are, and changes made over them, as one index.
+
+    Args:
+        below: returns the entries that stay; asked at the first search.
+        row: returns the row of an entry among these, None where there is none.
+        changes: entries that are others, or none, instead.
+    """
+
+    def __init__(
+        self,
+        below: Callable[[], Snapshot],
+        row: Callable[[str], int | None],
+        changes: Mapping[str, Stored | None],
+    ) -> None:
+        self._base = below
+        self._row = row
+        self.changes = changes
+        rows = {id: place for id in changes if (place := row(id)) is not None}
+        # Equal scores keep the order of the entries, in which a changed one has its old place.
+        old = sorted(rows, key=rows.__getitem__)
+        new = (id for id in changes if id not in rows)
+        order = ((id, changes[id], 0) for id in (*old, *new))
+        self._above = VectorIndex().apply(order)
+        self._replaced = np.array([rows[id] for id in old], dtype=np.intp)
+        end = np.iinfo(np.intp).max - len(self._above.ids)
+        self._places = np.array(
+            [rows.get(id, end + above) for above, id in enumerate(self._above.ids)], dtype=np.intp
         )
+
+    @cached_property
+    def _below(self) -> Snapshot:
+        below = self._base()
+        return replace(below, dead=np.union1d(below.dead, self._replaced))
+
+    def over(self, changes: Mapping[str, Stored | None]) -> Layered:
+        """Return the index with further changes."""
+        return Layered(self._base, self._row, {**self.changes, **changes})
+
+    def search(self, queries: Vector, n: int, scopes: Sequence[Scope]) -> list[Row]:
+        """Return the ``n`` nearest entries in the scope of each query, as a snapshot does."""
+        below, above = self._below, self._above
+        if not above.ids:
+            return below.search(queries, n, scopes)
+        low, high = (one.ranked(queries, n, scopes) for one in (below, above))
+        columns, values = np.append(low[0], ~high[0]), np.append(low[1], high[1])
+        places = np.append(low[0], self._places[high[0]])
+        numbers = np.arange(len(queries))
+        query = np.append(np.repeat(numbers, low[2]), np.repeat(numbers, high[2]))
+        order = np.lexsort((places, -values, query))
+        found = low[2] + high[2]
+        first = np.repeat(np.cumsum(found) - found, found)
+        order = order[np.arange(len(order)) - first < n]
+        rows: list[int] = columns[order].tolist()
+        ids = [above.ids[~row] if row < 0 else below.ids[row] for row in rows]
+        live = below.live([above.entries[~row] if row < 0 else row for row in rows])
+        return _rows(ids, live, values[order], np.minimum(found, n))
+
+    def row(self, id: str) -> int | None:
+        """Return the number of the row of an entry: those above the others are negative."""
+        if id not in self.changes:
+            return self._row(id)
+        above = self._above.row(id)
+        return None if above is None else ~above
+
+    def cosines(self, rows: Sequence[int], query: Vector) -> Vector:
+        """Return the cosines of these rows with a query."""
+        low, high = self._below.matrix, self._above.matrix
+        # one product, because each of its own would be rounded otherwise
+        return np.stack([high[~row] if row < 0 else low[row] for row in rows]) @ query
 
 
 class Nearest:
@@ -297,7 +396,31 @@ class Nearest:
         self._used = time.monotonic()
         self._index = VectorIndex()
         held = LiveEntries() if self.is_large else entries
-        self._published = self._index.load(held, behind or 0), self.is_large
+        first = self._index.load(held, behind or 0)
+        self._published: tuple[Snapshot | Layered, bool] = first, self.is_large
+
+    @classmethod
+    def of(cls, layered: Layered) -> Nearest:
+        """Return the search of an index that nothing is written to."""
+        made = cls(LiveEntries(), limit=0)
+        made._published = layered, False
+        return made
+
+    def over(self, changes: Mapping[str, Stored | None]) -> Nearest | None:
+        """Return the search with other entries in place of some, which later writes do not change.
+
+        None where the index store answers.
+        """
+        below, is_large = self._published
+        if is_large:
+            return None
+        if isinstance(below, Layered):
+            return Nearest.of(below.over(changes))
+        return Nearest.of(Layered(lambda: below, dict(self._index.rows).get, changes))
+
+    def vector(self, id: str) -> Vector | None:
+        """Return the vector of an entry, None where it is not in memory."""
+        return self._index.vector(id)
 
     def patience(self) -> float:
         """Return the seconds that writing the store should wait: until the bank is unused.
@@ -379,7 +502,7 @@ class Nearest:
                 for text, scope in dict.fromkeys(asked):  # a group asks the same several times
                     found = self._lexical.search(text, n, scope)
                     ids = [live.experience.id for live in found.entries]
-                    by_words[text, scope] = found, [self._index.rows.get(id) for id in ids]
+                    by_words[text, scope] = found, [resident.row(id) for id in ids]
         rows: list[Ranking] = [*resident.search(queries, n, scopes)]
         replica = self._replica if is_large else None
         if replica is not None:
@@ -394,7 +517,7 @@ class Nearest:
                 if live.experience.id not in known
             ]
             if here := [(item, row) for item, row in more if row is not None]:
-                scores = resident.matrix[[row for _, row in here]] @ query
+                scores = resident.cosines([row for _, row in here], query)
                 hits += [
                     Scored(item, float(score))
                     for (item, _), score in zip(here, scores, strict=True)

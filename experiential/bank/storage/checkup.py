@@ -23,8 +23,10 @@ from experiential.bank.index.site import CHROMA, Site, recorded_site
 from experiential.bank.index.store import IndexLostError
 from experiential.bank.operations import subject
 from experiential.bank.storage.checksums import Damage
+from experiential.bank.storage.in_place import fits
 from experiential.bank.storage.journal import JOURNAL_NAME, Journal
 from experiential.bank.storage.lock import LOCK_NAME, described_owner
+from experiential.bank.storage.mapped import Mapped, mapped_file
 from experiential.bank.storage.tables import DistillationQueue, History
 from experiential.errors import BankError
 from experiential.types import Experience, Record
@@ -131,12 +133,30 @@ def _contents(folder: Path, *, with_index: bool) -> Iterator[Finding]:
                 mend = "experiential bank dead-letters has the reasons, requeue tries them again"
                 what = f"{namespace}: dead letters"
                 yield Finding(what=what, status="note", found=found, mend=mend)
+            if (file := mapped_file(folder, namespace)).exists():
+                yield _mapped(file, journal)
             if with_index:
                 yield _found(f"{namespace}: index", *_index(folder, history, namespace))
     except (sqlite3.DatabaseError, ValueError) as error:
         yield _found("journal", f"cannot be read: {error}", restore)
     finally:
         journal.close()
+
+
+def _mapped(file: Path, journal: Journal) -> Finding:
+    """Check the entries that readers map."""
+    try:
+        mapped = Mapped(file)
+        mapped.check()
+        is_old = not fits(journal, mapped.stamp)
+    except IndexLostError as error:
+        mend = f"delete {shlex.quote(str(file))}: readers read the journal until a writer renews it"
+        return Finding(what=file.name, status="wrong", found=str(error), mend=mend)
+    found = f"{len(mapped)} entries at commit {mapped.stamp.head}, all blocks have their checksums"
+    if is_old:
+        found, mend = "is not of this journal, readers read that", "open the bank for writing once"
+        return Finding(what=file.name, status="note", found=found, mend=mend)
+    return Finding(what=file.name, status="ok", found=found)
 
 
 def _misfiled(entries: Sequence[Experience]) -> list[tuple[Experience, str]]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from experiential.bank.storage.journal import Journal, keep_names
 from experiential.bank.storage.lock import WriterLock
+from experiential.bank.storage.mapped import PATTERN
 from experiential.bank.storage.tables import History
 from experiential.errors import BankError
 
@@ -218,6 +219,13 @@ def vacuum(journal: Journal) -> None:
     journal.rows("PRAGMA wal_checkpoint(TRUNCATE)")  # what was deleted is overwritten on the disk
     journal.run("VACUUM")
     journal.rows("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def drop_mapped(folder: Path) -> None:
+    """Remove the entries that readers map for good, those half written as well."""
+    for file in folder.glob(PATTERN):
+        file.unlink()
+    keep_names(folder)
 
 
 def drop_index(folder: Path) -> None:

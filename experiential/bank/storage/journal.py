@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -97,7 +98,7 @@ MIGRATIONS: tuple[Callable[[sqlite3.Connection], list[Damage]], ...] = (
 SCHEMA_VERSION = len(MIGRATIONS)
 BANK_ID_NAME = "bank.id"
 _BANK_ID = ("", "bank")  # namespace and key in ``meta``; no user's namespace is empty
-_INDEXES = ("chroma/chroma.sqlite3", "index-*/*")
+_INDEXES = ("chroma/chroma.sqlite3", "index-*/*", "entries-*.map")
 _ID = re.compile("[0-9a-f]{32}")
 _NAMED = 5
 _log = logging.getLogger(__name__)
@@ -107,21 +108,52 @@ Attached = tuple[Any, ...]
 """A statement followed by its arguments, to be written at the end of a transaction."""
 
 
+Opened = tuple[sqlite3.Connection, list[Damage]]
+"""A connection, and the damaged rows that were found and set aside when it was opened."""
+
+
 class Journal:
     """Share one connection to the journal among the threads of a bank; statements hold ``lock``.
 
     Attributes:
         attached: the statement that ends the next transaction of each thread. Whoever takes one
             out must write it.
-        damage: damaged rows that were found, and set aside, when it was opened.
+        before_open: answers statements as long as the copy of ``open_copy`` is not made; None for
+            those that it cannot answer, for which the copy is made.
     """
 
-    def __init__(self, connection: sqlite3.Connection, damage: list[Damage]) -> None:
+    def __init__(
+        self, connect: Callable[[], Opened], on_open: Callable[[], object] | None = None
+    ) -> None:
         self.lock = threading.RLock()
-        self.damage = damage
-        self._connection = connection
-        self._open = True
         self.attached: dict[int, Attached] = {}
+        self._connect = connect
+        self._on_open = on_open
+        self.before_open: Callable[[str, tuple[Any, ...]], list[Any] | None] | None = None
+        self._held: Opened | None = None
+        self._open = True
+        if on_open is None:
+            self._opened()
+
+    @property
+    def _connection(self) -> sqlite3.Connection:
+        return self._opened()[0]
+
+    @property
+    def damage(self) -> list[Damage]:
+        """Return the damaged rows that were found, and set aside, when it was opened."""
+        return self._opened()[1]
+
+    def _opened(self) -> Opened:
+        if self._held is None:
+            with self.lock:
+                if not self._open:
+                    raise BankError(CLOSED)
+                if self._held is None:
+                    self._held = self._connect()
+                    if self._on_open is not None:
+                        self._on_open()
+        return self._held
 
     @classmethod
     def open(cls, folder: Path, *, check: bool = True) -> Journal:
@@ -145,35 +177,19 @@ class Journal:
             if isinstance(error, UNREADABLE):
                 raise unreadable(folder, error) from error
             raise
-        return cls(connection, damage)
+        return cls(lambda: (connection, damage))
 
     @classmethod
-    def open_copy(cls, folder: Path) -> Journal:
+    def open_copy(cls, folder: Path, on_open: Callable[[], object] | None = None) -> Journal:
         """Open a private copy of the journal, so that reading never touches the bank's own files.
 
         SQLite would write a ``-shm`` file even for a read-only connection to a database in WAL
         mode. The copy is unlinked at once and vanishes with the connection. It is a consistent
         picture although another process may be writing. Damaged rows are set aside in it.
+
+        With ``on_open`` it is made when the journal is first read, and ``on_open`` called then.
         """
-        with tempfile.TemporaryDirectory(prefix="experiential-bank-") as scratch:
-            copy = Path(scratch) / JOURNAL_NAME
-            copy_stable(folder / JOURNAL_NAME, copy)
-            if not copy.stat().st_size:
-                raise unreadable(folder, "an empty file")
-            connection = _connect(copy, folder)
-            try:
-                connection.execute("PRAGMA journal_mode=DELETE")
-                connection.execute("PRAGMA journal_mode=MEMORY")
-                connection.execute("PRAGMA synchronous=OFF")
-                connection.execute("PRAGMA temp_store=MEMORY")
-                damage = _prepare(connection, folder, is_copy=True)
-                connection.execute("PRAGMA query_only=ON")
-            except BaseException as error:
-                connection.close()
-                if isinstance(error, UNREADABLE):
-                    raise unreadable(folder, error) from error
-                raise
-        return cls(connection, damage)
+        return cls(partial(_connect_copy, folder), on_open)
 
     def insert(
         self, table: str, *fields: Any, verb: str = "INSERT"
@@ -187,6 +203,10 @@ class Journal:
 
     def rows(self, statement: str, *arguments: Any) -> list[Any]:
         """Return all rows of one statement."""
+        if self._open and self._held is None and self.before_open is not None:
+            found = self.before_open(statement, arguments)
+            if found is not None:
+                return found
         return self.read(sqlite3.Cursor.fetchall, statement, *arguments)
 
     def read(self, take: Callable[[sqlite3.Cursor], T], statement: str, *arguments: Any) -> T:
@@ -301,7 +321,8 @@ class Journal:
         with self.lock:
             if self._open:
                 self._open = False
-                self._connection.close()
+                if self._held is not None:
+                    self._held[0].close()
 
 
 def _position(row: Row) -> tuple[bool, int]:
@@ -355,6 +376,28 @@ def _connect(file: Path, folder: Path) -> sqlite3.Connection:
     return connection
 
 
+def _connect_copy(folder: Path) -> Opened:
+    with tempfile.TemporaryDirectory(prefix="experiential-bank-") as scratch:
+        copy = Path(scratch) / JOURNAL_NAME
+        copy_stable(folder / JOURNAL_NAME, copy)
+        if not copy.stat().st_size:
+            raise unreadable(folder, "an empty file")
+        connection = _connect(copy, folder)
+        try:
+            connection.execute("PRAGMA journal_mode=DELETE")
+            connection.execute("PRAGMA journal_mode=MEMORY")
+            connection.execute("PRAGMA synchronous=OFF")
+            connection.execute("PRAGMA temp_store=MEMORY")
+            damage = _prepare(connection, folder, is_copy=True)
+            connection.execute("PRAGMA query_only=ON")
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, UNREADABLE):
+                raise unreadable(folder, error) from error
+            raise
+    return connection, damage
+
+
 def unreadable(folder: Path, found: object) -> BankError:
     """Return the error for a folder whose journal cannot be used as it is."""
     place, found = shlex.quote(str(folder)), ascii(str(found))[1:-1]
@@ -398,7 +441,7 @@ def _prepare(
         if connection.in_transaction:
             connection.execute("ROLLBACK")
     # Only now, so that a kill between the two leaves no folder that is refused.
-    if not is_copy and id != _id_beside(folder):
+    if not is_copy and id != id_beside(folder):
         part = folder / f"{BANK_ID_NAME}.part"
         part.write_text(f"{id}\n", encoding="ascii")
         os.replace(part, folder / BANK_ID_NAME)
@@ -416,7 +459,7 @@ def _prepare(
     return damage
 
 
-def _id_beside(folder: Path) -> str:
+def id_beside(folder: Path) -> str:
     """Return the id in the folder's file; empty where the file is missing or damaged."""
     try:
         found = (folder / BANK_ID_NAME).read_text(encoding="ascii").strip()
@@ -428,7 +471,7 @@ def _id_beside(folder: Path) -> str:
 def _identify(connection: sqlite3.Connection, folder: Path) -> str:
     """Return the id of the bank, recorded in its journal; refuse the journal of another bank."""
     statement = "SELECT value FROM meta WHERE namespace = ? AND key = ?"
-    found, beside = connection.execute(statement, _BANK_ID).fetchone(), _id_beside(folder)
+    found, beside = connection.execute(statement, _BANK_ID).fetchone(), id_beside(folder)
     if not found:
         row = (*_BANK_ID, beside or new_id())
         connection.execute(

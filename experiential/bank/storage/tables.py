@@ -7,6 +7,7 @@ import math
 import sqlite3
 import threading
 import time
+from bisect import insort
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -66,6 +67,11 @@ class Live:
         return self.experience
 
     @property
+    def record(self) -> str:
+        """Return the record, as the journal has it or would have it."""
+        return self._record or record_of(self.experience)
+
+    @property
     def proposed(self) -> bool:
         """Return whether the entry waits for approval; few records need parsing for that."""
         return (not self._record or _PROPOSED in self._record) and self.experience.proposed
@@ -91,12 +97,18 @@ class LiveEntries:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def table(self) -> dict[str, Live]:
+        """Return the entries by id."""
+        return dict(zip(self.ids, self.entries, strict=True))
+
 
 _PROPOSED = '"proposed":true'  # as `History.write` spells it
 _AT_ONCE = 1024
 _POINTED = "SELECT id, version FROM changes WHERE namespace = ? AND commit_id <= ? ORDER BY seq"
 # Positions grow with commits, so only changes since the earlier commit are looked at. The + keeps
 # SQLite from an index over all entries.
+STORED = """
+    SELECT record, vector, origins FROM versions WHERE namespace = ? AND id = ? AND version = ?"""
 _TOUCHED = """
     WITH bounds AS (SELECT
         COALESCE((SELECT seq FROM changes WHERE +namespace = ?1 AND commit_id <= ?2
@@ -114,7 +126,6 @@ _TOUCHED = """
         WHERE +namespace = ?1 AND seq > (SELECT low FROM bounds)
         AND seq <= (SELECT high FROM bounds)) t
     ORDER BY (SELECT MIN(seq) FROM changes WHERE namespace = ?1 AND id = t.id)"""
-_BORN = "SELECT id FROM changes WHERE namespace = ? GROUP BY id ORDER BY MIN(seq)"
 _LIVE_COUNT = """
     SELECT COUNT(*) FROM changes c
     JOIN (SELECT MAX(seq) AS seq FROM changes WHERE namespace = ? GROUP BY id) m ON c.seq = m.seq
@@ -181,7 +192,7 @@ class History:
     def write(self, stored: Stored, commit: int) -> None:
         """Add one immutable entry version."""
         experience, vector, origins = stored
-        record = experience.model_dump_json(exclude={"statistics"})
+        record = record_of(experience)
         known = (experience.id, experience.version, commit, record)
         written = (vector.tobytes(), json.dumps(sorted(origins)))
         _, own = self._journal.insert("versions", self._namespace, *known, *written)
@@ -212,7 +223,7 @@ class History:
                 found = [row for row in block if pointed.get(row[0]) == row[1]]
                 rows = [places[row[0]] for row in found]
                 for place, (_, _, record, origins, _) in zip(rows, found, strict=True):
-                    entries[place] = Live(record, _origins(origins))
+                    entries[place] = Live(record, origins_of(origins))
                 if not has_vectors or not found:
                     continue
                 raw = [row[4] for row in found]
@@ -249,9 +260,17 @@ class History:
         """
         return self._journal.rows(_TOUCHED, self._namespace, a, b)
 
-    def born(self) -> list[str]:
-        """Return the ids of all entries there ever were in the order of `live`."""
-        return [row[0] for row in self._journal.rows(_BORN, self._namespace)]
+    def in_order(self, ids: Iterable[str], more: Iterable[str]) -> list[str]:
+        """Return ids that are in the order of `live`, and more of them put in their places."""
+        statement = "SELECT MIN(seq) FROM changes WHERE namespace = ? AND id = ?"
+
+        def first(id: str) -> int:
+            return self._journal.value(statement, self._namespace, id) or 0
+
+        found = list(ids)
+        for id in more:
+            insort(found, id, key=first)
+        return found
 
     def live_count(self) -> int:
         """Return the number of live entries."""
@@ -259,10 +278,13 @@ class History:
 
     def stored(self, id: str, version: int) -> Stored | None:
         """Return one version of one entry, live or not."""
-        statement = "SELECT record, vector, origins FROM versions"
-        statement += " WHERE namespace = ? AND id = ? AND version = ?"
-        rows = self._journal.rows(statement, self._namespace, id, version)
+        rows = self._journal.rows(STORED, self._namespace, id, version)
         return _stored(rows[0]) if rows else None
+
+    def entry_ids(self) -> list[str]:
+        """Return the ids of all entries there ever were."""
+        statement = "SELECT DISTINCT id FROM changes WHERE namespace = ?"
+        return [row[0] for row in self._journal.rows(statement, self._namespace)]
 
     def last_version(self, id: str) -> int:
         """Return the highest version that an entry ever had; 0 if it never existed."""
@@ -282,7 +304,7 @@ class History:
     def has_commit(self, commit: int) -> bool:
         """Return whether ``commit`` belongs to this namespace; 0, before the first, does."""
         statement = "SELECT 1 FROM commits WHERE namespace = ? AND id = ?"
-        return commit == 0 or self._journal.value(statement, self._namespace, commit) is not None
+        return self._journal.value(statement, self._namespace, commit) is not None or commit == 0
 
     def last_seq(self) -> int:
         """Return the position of the last change, for followers of the journal."""
@@ -359,10 +381,16 @@ class History:
 
 def _stored(row: Any) -> Stored:
     vector = np.frombuffer(row[1], dtype=np.float32)
-    return Stored(parsed(Experience, row[0]), vector, _origins(row[2]))
+    return Stored(parsed(Experience, row[0]), vector, origins_of(row[2]))
 
 
-def _origins(text: str) -> frozenset[str]:
+def record_of(entry: Experience) -> str:
+    """Return an entry version as the journal has it, without counters."""
+    return entry.model_dump_json(exclude={"statistics"})
+
+
+def origins_of(text: str) -> frozenset[str]:
+    """Return the task instances that a journalled version was made from."""
     return frozenset[str]() if text == "[]" else frozenset(json.loads(text))
 
 
