@@ -180,8 +180,9 @@ def rounded_step(samples: Sequence[Sample], loss: LossSettings) -> tuple[float, 
         for i, (s, end) in enumerate(zip(samples, ends, strict=True))
     ]
     total = sum(len(s.positions) for s in samples)
-    for row in rows:
-        part, _ = local._loss(row, samples, loss, total, first=True)
+    references = local._referred(rows, samples) if loss.kl > 0 else [None] * len(rows)
+    for row, reference in zip(rows, references, strict=True):
+        part, _ = local._loss(row, samples, loss, total, reference, [], first=True)
         part.backward()
         value += float(part.detach())
     gradients = [p.grad.double() for p in local._parameters if p.grad is not None]
