@@ -163,7 +163,7 @@ def test_a_prompt_of_stored_entries_has_one_fence_and_nothing_that_acts(texts: l
 @given(EVIL.map(lambda text: clean(text).text).filter(bool))
 def test_every_prompt_keeps_its_own_structure_around_a_stored_entry(text: str) -> None:
     play = Trajectory(task=text, turns=(Turn(observation=text, action=text, feedback=text),))
-    for name in ("full", "brief", "short"):
+    for name in ("full", "brief", "opened", "short"):
         prompts = prompt_set(name)
         made = {
             "distill": lambda one, prompts=prompts: prompts.distill_messages(play, [one], 3),
