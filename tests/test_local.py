@@ -390,7 +390,7 @@ async def test_an_update_for_which_memory_is_short_gives_memory_back_at_its_end(
 async def test_packed_rows_of_a_model_with_shared_keys_have_the_gradients_of_plain_rows() -> None:
     """SmolLM2: nine heads of queries over three of keys, prompts and responses beyond a block."""
     settings = ModelSettings(name="smollm2", dtype="float32", lora=LoraSettings(rank=4))
-    optim = OptimSettings(lr=1e-12, max_grad_norm=1e9)
+    optim = OptimSettings(lr=1e-12, max_grad_norm=1e9, tokens_per_micro_batch=1024)
     policy, _ = build_runtimes(settings, None, (optim, optim), shared=True)
     prompt = tuple(1000 + 37 * i % 9000 for i in range(120))
     samples = [
