@@ -56,6 +56,13 @@ def legend(name: str, known: Mapping[str, str]) -> str:
     return f"{name}:{','.join(told)}."
 
 
+def _written(text: str, update: bool) -> str:
+    """Return the answer that writes a lesson, in place of the entry shown or beside it."""
+    return _answer(
+        {"op": "update", "entry": 1, "text": text} if update else {"op": "add", "text": text}
+    )
+
+
 class BlindVaultTasks:
     """Play vaults without a clerk, and keep lists of the levers ruled out."""
 
@@ -190,8 +197,7 @@ class BlindVaultTasks:
             else:
                 return _answer({"op": "return"})
             update = entry is not None and rng.random() < 0.5
-        written: dict[str, object] = {"op": "update", "entry": 1, "text": text}
-        return _answer(written if update else {"op": "add", "text": text})
+        return _written(text, update)
 
     def merge(self) -> Sample:
         """Join two lists of one world, or keep a lever found; entries of other worlds stay."""
@@ -357,8 +363,7 @@ class DialectTasks:
             else:
                 return _answer({"op": "return"})
             update = entry is not None and rng.random() < 0.5
-        written: dict[str, object] = {"op": "update", "entry": 1, "text": text}
-        return _answer(written if update else {"op": "add", "text": text})
+        return _written(text, update)
 
 
 def sampler(seed: int, skill: Mapping[str, float] = HALF) -> Callable[[], Sample]:

@@ -304,6 +304,7 @@ class History:
     def has_commit(self, commit: int) -> bool:
         """Return whether ``commit`` belongs to this namespace; 0, before the first, does."""
         statement = "SELECT 1 FROM commits WHERE namespace = ? AND id = ?"
+        # asked even for 0: a reader's journal is opened by this, before its state is looked at
         return self._journal.value(statement, self._namespace, commit) is not None or commit == 0
 
     def last_seq(self) -> int:
