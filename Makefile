@@ -8,7 +8,7 @@ EXTRAS ?= local,faiss,serve,babyai,minihack,webshop,bench,dev,docs
 TORCH ?= torch==2.13.0
 # A package index to take torch from, e.g. PyTorch's CPU index; empty uses pip's own configuration.
 TORCH_INDEX ?=
-MODEL ?= tiny
+MODEL ?= smollm2
 OUTPUT ?= runs/quickstart
 # The tiny model trains whole. SmolLM2 has a recipe; anything else trains two adapters over one frozen base, on less of everything.
 LARGER := complementary 'model.lora={rank: 8}' model.gradient_checkpointing=true extractor.max_tokens=96 extractor.max_operations=1 extractor.temperature=0.7 actor.options.advice=observation actor.groups=2 actor.group_size=4 extractor.batch_size=4 eval.worlds=8 eval.visits=3 run.minutes=8 actor.optim.tokens_per_micro_batch=1024 extractor.optim.tokens_per_micro_batch=1024
@@ -59,7 +59,7 @@ $(ALFWORLD_STAMP): $(STAMP)
 	@$(PIP) --editable ".[alfworld]" --constraint constraints.txt
 	@touch $@
 
-quickstart: install  ## train and evaluate on Vault in a few minutes; MODEL=tiny|smollm2|folder
+quickstart: install  ## train and evaluate on Vault in minutes; MODEL=smollm2|tiny|folder
 	@$(if $(filter smollm2,$(MODEL)),$(BIN)/python -m benchmarks.smollm2_reader bank $(OUTPUT)-records)
 	@$(BIN)/experiential-train --recipe $(RECIPE) --output $(OUTPUT) --overwrite bank.keep=2 model.name=$(MODEL) $(ARGS)
 
