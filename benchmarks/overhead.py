@@ -65,10 +65,20 @@ ENVIRONMENTS: dict[str, tuple[EnvSettings, dict[str, Any]]] = {
         EnvSettings(id="experiential/Sokoban-v0", train={"split": "train"}),
         {"history": 0, "keep_first": False},
     ),
+    "alfworld": (
+        EnvSettings(
+            id="experiential/ALFWorld-v0",
+            kwargs={"data": "made", "households": 40},
+            max_turns=30,
+        ),
+        {},
+    ),
 }
 """Settings of the environment and of its actor. Vault is the hardest case: two turns, and prompts
 that a group shares without a bank.
 """
+USUAL = tuple(name for name in ENVIRONMENTS if name != "alfworld")
+"""Environments that need no package of their own."""
 LESSONS = [
     f"Look at the {place} first and remember what happened on try {i}."
     for i, place in enumerate(("goal", "wall", "sign", "edge") * 8)
@@ -319,7 +329,7 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="tiny")
-    parser.add_argument("--env", nargs="+", choices=tuple(ENVIRONMENTS), default=list(ENVIRONMENTS))
+    parser.add_argument("--env", nargs="+", choices=tuple(ENVIRONMENTS), default=list(USUAL))
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=8)

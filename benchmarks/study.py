@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import demonstrations
+from benchmarks import demonstrations, smollm2_reader
 from benchmarks.orderings import ORDERINGS, Ordering, findings
 from experiential.cli.errors import exit_code
 from experiential.config import Arm
@@ -76,6 +76,7 @@ RECIPES = (
 )
 """The recipes compared; the others are paired with the first."""
 
+_ALL_GUIDED = ("actor.guided=all", "actor.advantage=pooled")
 VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "complementary-diverse": ("complementary", ("bank.retrieval.strategy=diverse",)),
     "complementary-merge": ("complementary", ("bank.merge_every=5",)),
@@ -86,9 +87,16 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "complementary-per-group-2": ("complementary", ("extractor.per_group=2",)),
     "complementary-search-and-ask": ("complementary", ("actor.search_and_ask=1",)),
+    "static-online-all-guided": ("static-online", _ALL_GUIDED),
+    "template-all-guided": ("template", _ALL_GUIDED),
 }
 """Recipes with one setting changed, by the name that their cells have: (recipe, settings)."""
-ABLATIONS = ("complementary-all-guided", "complementary-critic", "complementary-pooled", *VARIANTS)
+ABLATIONS = (
+    "complementary-all-guided",
+    "complementary-critic",
+    "complementary-pooled",
+    *(name for name, (recipe, _) in VARIANTS.items() if recipe == "complementary"),
+)
 """Compared with ``complementary`` where it needs the bank of its training."""
 
 
@@ -104,6 +112,9 @@ class Setup:
         arm: in which recipes with a bank are compared; None: with test-time writing (``on``).
         beside: environments with the same evaluation, whose recipes are compared with these, too.
         chance: success of blind play; None asks the environment, or measures it.
+        profile: of the model; None: the bundled one.
+        records: start each bank with a raw record of every training vault, so that an untrained
+            actor has something to read.
     """
 
     training: tuple[str, ...]
@@ -113,6 +124,8 @@ class Setup:
     arm: Arm | None = None
     beside: tuple[str, ...] = ()
     chance: float | None = None
+    profile: str | None = None
+    records: bool = False
 
 
 ENVIRONMENTS = {
@@ -187,6 +200,22 @@ ENVIRONMENTS["lake-words"] = Setup(
     curve=("eval.every=24", "eval.worlds=20", "eval.visits=4"),
     final=("eval.worlds=40", "eval.visits=4"),
     recipes=(*EARNED_RECIPES, "erl", "erl-no-reflection"),
+)  # fmt: skip
+# A model that nobody here made, with the settings of its quickstart.
+ENVIRONMENTS["vault-smollm2"] = Setup(
+    training=(
+        "model.name=smollm2", "env.visits=2", "actor.groups=6", "actor.group_size=12",
+        "actor.mini_batches=1", "extractor.per_group=1", "extractor.batch_size=12",
+        "extractor.optim.lr=3e-4", "bank.retrieval.strategy=nearest", "run.steps=16",
+    ),
+    curve=("eval.every=8", "eval.worlds=20", "eval.visits=2", "eval.temperature=1.0"),
+    final=("eval.worlds=40", "eval.visits=2"),
+    recipes=(
+        "grpo", "static-online-all-guided", "complementary-all-guided", "template-all-guided",
+        "history",
+    ),
+    profile="small",
+    records=True,
 )  # fmt: skip
 # Above, the comment on each move is in every observation; here neither method reads it.
 ENVIRONMENTS["frozen-lake-hidden"] = replace(
@@ -276,8 +305,9 @@ def play_cell(
         more: settings changed for all runs of the study, to try it small.
     """
     overrides = [*overrides_of(environment, recipe, seed), *more]
-    base, _ = recipe_of(recipe)
-    experiment = load_experiment(base, [*overrides, *cold_start(base, overrides, seed, scratch)])
+    base = base_of(environment, recipe)
+    begun = cold_start(environment, recipe, overrides, seed, scratch)
+    experiment = load_experiment(base, [*overrides, *begun])
     begin = time.perf_counter()
     # The final arms play with the policies as trained, so these outlive the run.
     with closing(build_runtime(experiment)) as runtime:
@@ -323,13 +353,25 @@ def play_cell(
         )
 
 
-def cold_start(recipe: str, overrides: Sequence[str], seed: int, scratch: Path) -> list[str]:
-    """Write demonstrations for a recipe that begins with some; return the setting."""
+def base_of(environment: str, recipe: str) -> str:
+    """Return the recipe that a cell loads, with the model's profile of its environment."""
+    profile = ENVIRONMENTS[environment].profile
+    return recipe_of(recipe)[0] + (f"+{profile}" if profile else "")
+
+
+def cold_start(
+    environment: str, recipe: str, overrides: Sequence[str], seed: int, scratch: Path
+) -> list[str]:
+    """Write what a cell begins with, demonstrations or a bank of records; return the setting."""
+    experiment = load_experiment(base_of(environment, recipe), overrides)
+    if ENVIRONMENTS[environment].records and experiment.extractor.enabled:
+        smollm2_reader.write_bank(scratch / "records")
+        return [f"bank.path={scratch / 'records'}"]
     if recipe not in DEMONSTRATIONS:
         return []
     file = scratch / "demonstrations.jsonl"
     chats = demonstrations.demonstrations(
-        load_experiment(recipe, overrides), DEMONSTRATIONS[recipe], ask=0.8, follow=0.8, seed=seed
+        experiment, DEMONSTRATIONS[recipe], ask=0.8, follow=0.8, seed=seed
     )
     file.write_text("".join(json.dumps(chat) + "\n" for chat in chats), encoding="utf-8")
     return [f"methods.cold_start={{demonstrations: {file}}}"]
@@ -433,8 +475,9 @@ def check(cells: Sequence[tuple[str, str, int]], more: Sequence[str]) -> None:
         ConfigError: a recipe or a setting does not exist.
     """
     for environment, recipe, seed in cells:
-        base, _ = recipe_of(recipe)
-        load_experiment(base, [*overrides_of(environment, recipe, seed), *more])
+        load_experiment(
+            base_of(environment, recipe), [*overrides_of(environment, recipe, seed), *more]
+        )
 
 
 def run(
