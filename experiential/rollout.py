@@ -134,13 +134,12 @@ class TaskSource:
         ]
 
     def jobs(
-        self, step: int, groups: int, group_size: int, guided: str, distilled: int = 0
+        self, step: int, groups: int, group_size: int, guided: str, *, distil: bool = True
     ) -> list[Job]:
         """Return the episodes of a step: each task once per member of its group.
 
         ``guided`` says which members are: the first ceil(K/2) (``half``), ``all``, ``none``, or
-        those that the manager chooses (``auto``). Of each group ``distilled`` members, evenly
-        spaced, are distilled; 0: all.
+        those that the manager chooses (``auto``). Without ``distil`` they are recorded only.
         """
         conditions: Sequence[Condition | None] = [None] * group_size
         if guided != "auto":
@@ -148,14 +147,12 @@ class TaskSource:
             conditions = [
                 Condition.GUIDED if k < share else Condition.FREE for k in range(group_size)
             ]
-        most = min(distilled or group_size, group_size)
-        taken = {k * group_size // most for k in range(most)}
         return [
             Job(
                 task,
                 condition,
                 sampling_seed=episode_seed(self.seed, step, g, k),
-                distil=k in taken,
+                distil=distil,
             )
             for g, task in enumerate(self.tasks(step, groups))
             for k, condition in enumerate(conditions)

@@ -36,11 +36,12 @@ from experiential.llm.base import Prompt, SamplingParams
 from experiential.llm.transformers import TransformersLLM
 from experiential.recipe import load_experiment
 from experiential.rollout import Episode, TaskSource
+from experiential.training.extractor_track import telling
 from experiential.training.local import LocalRuntime
 from experiential.training.metrics import read_events
 from experiential.training.samples import actor_samples
 from experiential.training.trainer import Trainer
-from experiential.types import Condition, Generation, Trajectory
+from experiential.types import Condition, Generation, Trajectory, Turn
 from tests.llm_tiny import tiny_random_model
 
 SMALL = (
@@ -452,13 +453,29 @@ def test_the_same_worlds_come_for_as_many_steps_as_visits_says_with_fresh_seeds(
     assert len({t.group for tasks in steps for t in tasks}) == 24
 
 
-def test_as_many_members_of_a_group_are_distilled_as_per_group_says(tmp_path: Path) -> None:
-    jobs = TaskSource(EnvSettings(), 6, 0).jobs(0, 2, 8, "half", 2)
-    assert [job.distil for job in jobs] == [True, False, False, False] * 4
-    guided = [job.condition for job in jobs if job.distil]
-    assert guided == [Condition.GUIDED, Condition.FREE] * 2
-    assert all(job.distil for job in TaskSource(EnvSettings(), 6, 0).jobs(0, 2, 8, "half"))
+def test_chosen_episodes_of_a_group_differ_in_outcome_and_play() -> None:
+    def played(group: str, action: str, success: bool | None, **more: Any) -> Trajectory:
+        turns = (Turn(observation="Which?", action=action),)
+        return Trajectory(task="t", group=group, turns=turns, success=success, **more)
 
+    lost, again, won = (
+        played("a", "red", False),
+        played("a", "red", False),
+        played("a", "tin", True),
+    )
+    late, other, failed = (
+        played("a", "tin", True, condition=Condition.FREE),
+        played("a", "jade", None),
+        played("a", "oak", False, error="backend: gone"),
+    )
+    alone = played("b", "red", False)
+    found = [lost, again, alone, won, late, other, failed]
+    assert telling(found, 2) == [won, lost, alone]
+    assert telling(found, 3) == [won, lost, other, alone]
+    assert telling(found, 9) == [won, lost, other, alone]
+
+
+def test_as_many_members_of_a_group_are_distilled_as_per_group_says(tmp_path: Path) -> None:
     runtimes = policies()
     overrides = ("run.steps=1", "extractor.per_group=1", "eval.before=false", "eval.after=false")
     Trainer(experiment("template", *overrides), tmp_path / "run", runtimes=runtimes).run()

@@ -42,7 +42,7 @@ from experiential.rollout import (
 )
 from experiential.sync import cancel_tasks, ending_with_callbacks
 from experiential.training.checkpoint import CheckpointStore
-from experiential.training.extractor_track import ExtractorTrack
+from experiential.training.extractor_track import ExtractorTrack, telling
 from experiential.training.methods.cold_start import ColdStart
 from experiential.training.methods.critic import Critic
 from experiential.training.methods.entropy_bonus import EntropyBonus
@@ -391,16 +391,19 @@ class Trainer:
     async def _play(self, step: int) -> tuple[list[Episode], float]:
         """Play the episodes of a step; return them, and the seconds that took."""
         settings, begin = self.experiment.actor, time.perf_counter()
-        distilled = self.experiment.extractor.per_group
+        most = self.experiment.extractor.per_group
         with_bank = self._manager is not None and step >= settings.warmup_steps
         guided = settings.guided if with_bank else "none"
-        jobs = self._tasks.jobs(step, settings.groups, settings.group_size, guided, distilled)
+        jobs = self._tasks.jobs(step, settings.groups, settings.group_size, guided, distil=not most)
         with self.actor.foreground():
             for method in self._methods:
                 if (episodes := await method.play(jobs)) is not None:
                     break
             else:
                 episodes = await self._rollout.play(jobs)
+        if most and self._manager is not None:
+            for trajectory in telling([episode.trajectory for episode in episodes], most):
+                await self._manager.asubmit(trajectory)
         return episodes, time.perf_counter() - begin
 
     async def _settle(self) -> None:
