@@ -225,7 +225,7 @@ ENVIRONMENTS["frozen-lake-hidden"] = replace(
 )
 ALL = (
     "run.checkpoint_every=0", "run.minutes=null", "run.drain=true", "eval.seed=10000",
-    "model.threads=1",
+    "model.threads=1", "extractor.per_group=0",  # as in the paper
 )  # fmt: skip
 """Settings of every run; with run.drain the same cell twice gives the same outcomes."""
 WITHOUT_EXTRACTOR = ("template", "history")
