@@ -320,8 +320,8 @@ class ExtractorSettings(Settings):
     distill: bool = True
     """distil the episodes played; false keeps the bank unchanged during training"""
     per_group: NonNegativeInt = 0
-    """episodes of each group that are distilled at most, successes and others in turn, no play
-    twice; 0: all"""
+    """episodes of each group that are distilled at most, the first and then those of the other
+    outcome in turn, no play twice; 0: all"""
     shared: bool = False
     """one set of weights, and one optimiser, for actor and extractor"""
     reward: Literal["direct", "relative"] = "direct"

@@ -470,9 +470,10 @@ def test_chosen_episodes_of_a_group_differ_in_outcome_and_play() -> None:
     )
     alone = played("b", "red", False)
     found = [lost, again, alone, won, late, other, failed]
-    assert telling(found, 2) == [won, lost, alone]
-    assert telling(found, 3) == [won, lost, other, alone]
-    assert telling(found, 9) == [won, lost, other, alone]
+    assert telling(found, 1) == [lost, alone]
+    assert telling(found, 2) == [lost, won, alone]
+    assert telling(found, 3) == [lost, won, other, alone]
+    assert telling(found, 9) == [lost, won, other, alone]
 
 
 def test_as_many_members_of_a_group_are_distilled_as_per_group_says(tmp_path: Path) -> None:

@@ -47,15 +47,15 @@ from experiential.types import (
 def telling(trajectories: Sequence[Trajectory], most: int) -> list[Trajectory]:
     """Choose up to ``most`` episodes of each group that tell different things.
 
-    Successes and other episodes come in turn, each in the order of their group; no two were played
+    The first one is taken, then one with another outcome, and so on in turn. No two were played
     alike, whatever advice was shown. Episodes that failed for a technical reason are left out.
     """
     groups: dict[str, dict[bool, dict[object, Trajectory]]] = {}
     for one in trajectories:
         if one.error is None:
             played = one.instance, tuple((turn.observation, turn.action) for turn in one.turns)
-            kinds = groups.setdefault(one.group, {True: {}, False: {}})
-            kinds[one.success is True].setdefault(played, one)
+            kinds = groups.setdefault(one.group, {})
+            kinds.setdefault(one.success is True, {}).setdefault(played, one)
     chosen: list[Trajectory] = []
     for kinds in groups.values():
         turns = chain.from_iterable(zip_longest(*(kind.values() for kind in kinds.values())))
