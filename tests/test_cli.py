@@ -25,7 +25,7 @@ from rich.console import Console
 from experiential.bank.bank import ExperienceBank
 from experiential.cli import main, preflight, train
 from experiential.cli.errors import run_app
-from experiential.cli.estimate import evaluation_episodes, training_episodes
+from experiential.cli.estimate import describe_cost, evaluation_episodes, training_episodes
 from experiential.cli.report import (
     draw_learning_curve,
     headline,
@@ -765,6 +765,13 @@ class TestEstimate:
         )
         assert training_episodes(experiment) == 320
         assert evaluation_episodes(experiment) == 4 * 5 * 3 * 2
+
+    @pytest.mark.parametrize(("per_group", "distilled"), [(0, 320), (3, 120), (9, 320)])
+    def test_tokens_of_the_extractor(self, per_group: int, distilled: int) -> None:
+        settings = ["run.steps=10", "actor.groups=4", "actor.group_size=8"]
+        settings += [f"extractor.per_group={per_group}", "extractor.max_tokens=50"]
+        lines = list(describe_cost(load_experiment("complementary", settings)))
+        assert any(f"extractor in training: at most {50 * distilled:,}" in one for one in lines)
 
     def test_without_a_bank_one_arm_is_evaluated(self) -> None:
         assert (

@@ -95,8 +95,11 @@ def describe_cost(experiment: Experiment, placement: Placement | None = None) ->
     yield f"turns: at most {turns:,} ({experiment.env.max_turns} an episode)"
     yield f"tokens sampled by the actor: at most {turns * experiment.actor.max_tokens:,}"
     if experiment.extractor.enabled:
-        distilled = train * experiment.extractor.max_tokens
-        yield f"tokens sampled by the extractor: at most {distilled:,}"
+        most, actor = experiment.extractor.per_group, experiment.actor
+        spared = max(0, actor.group_size - most) * actor.groups * experiment.run.steps
+        distilled = train - (spared if most else 0)
+        written = distilled * experiment.extractor.max_tokens
+        yield f"tokens sampled by the extractor in training: at most {written:,}"
     if reflection := experiment.methods.reflection:
         yield f"tokens sampled in reflections: at most {again * reflection.max_tokens:,}"
     if placement is not None:
