@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 from experiential.errors import BackendError
 from experiential.llm.executor import DeviceExecutor
@@ -128,3 +129,21 @@ def test_the_background_outwaits_a_foreground_that_lasts_longer_than_patience():
         executor.submit(lambda: None, priority=1).result(5)
         assert time.monotonic() - begin >= 0.05
     executor.close()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_numbers_too_small_for_normal_ones_are_zero_on_all_its_threads(threads: int) -> None:
+    """They would take most of the time of attention's gradients."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    executor = DeviceExecutor("small")
+
+    def count() -> int:
+        return int((torch.full((1 << 20,), 1e-30) * 1e-10).count_nonzero())
+
+    try:
+        assert executor.submit(count).result(30) == 0
+    finally:
+        executor.close()
+        torch.set_num_threads(before)
+    assert count() == 1 << 20  # here as before

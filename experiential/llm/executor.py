@@ -112,6 +112,12 @@ class DeviceExecutor:
             self._thread.join()
 
     def _work(self) -> None:
+        import torch  # here, since a program that only names the class need not load it
+
+        # Sharp attention leaves products too small for normal numbers, which a CPU computes up to a
+        # hundred times slower than others: in gradients, most of the time of long rows. The threads
+        # that torch starts from here inherit the mode.
+        torch.set_flush_denormal(True)
         while True:
             job: _Job | None = None
             with self._condition:
