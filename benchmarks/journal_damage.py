@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -68,13 +69,19 @@ def make_bank(folder: Path, entries: int) -> None:
 
 
 def shown(bank: FolderBank) -> list[Any]:
-    """Return the entries of a bank, the hits of a search, and what it says of episodes."""
+    """Return the entries of a bank, the hits of a search, its episodes and its history."""
     hits = bank.search("which key does door 7919 need?", k=10)
     entries = {entry.id: entry for entry in bank.entries()}
     scores = [(hit.experience.id, round(hit.score, 5)) for hit in hits]
     ledger = bank._ledger  # pyright: ignore[reportPrivateUsage]
     used = [bank.used_in(id) for id in entries]
-    return [entries, scores, bank.queue.counts(), list(ledger.episodes()), bank.episodes(), used]
+    episodes = [bank.queue.counts(), list(ledger.episodes()), bank.episodes(), used]
+    commits = bank.history()
+    few = [0, *(one.id for one in commits[:: max(1, len(commits) // 3)]), bank.head]
+    changed = [bank.diff(*pair) for pair in pairwise(few)]
+    past = [[bank.history(id), bank.uplift(id)] for id in list(entries)[:5]]
+    before = list(bank.at(few[-2]).entries())
+    return [entries, scores, *episodes, commits, changed, past, before]
 
 
 def state(bank: FolderBank) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property, partial, wraps
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 from experiential.bank.consolidation import dedupe, forget
@@ -81,6 +82,7 @@ from experiential.bank.storage.journal import (
 from experiential.bank.storage.lock import WriterLock
 from experiential.bank.storage.mapped import Mapped, MappedEntries, mapped_file
 from experiential.bank.storage.mapped import write as write_mapped
+from experiential.bank.storage.mapped_history import MappedHistory
 from experiential.bank.storage.tables import DistillationQueue, History, Live, Receipts
 from experiential.bank.text import TEXT_LIMIT, Gate, checked_text, clean
 from experiential.bank.unmanaged import Unmanaged
@@ -226,11 +228,9 @@ class FolderBank(StateReader, Bank, Shared):
             since = read_since(self.path, mapped.stamp, most=len(mapped))
             if since is None:
                 return None
-            for id, stored in since.changed.items():
-                # An entry that came back has a place that only the journal knows.
-                is_back = id not in since.fresh and mapped.row(id) is None
-                if stored is not None and (is_back or len(stored.vector) != mapped.dimension):
-                    return None
+            lengths = {len(one.vector) for one in since.changed.values() if one is not None}
+            if not lengths <= {mapped.dimension}:
+                return None
         except IndexLostError as error:
             _log.debug("%s; the journal is read instead", error)
             return None
@@ -295,10 +295,17 @@ class FolderBank(StateReader, Bank, Shared):
             id: None if stored is None else Live(stored.experience, stored.origins)
             for id, stored in since.changed.items()
         }
-        nearest = Nearest.of(Layered(partial(Snapshot.of, mapped), mapped.row, since.changed))
+        of_file = partial(Snapshot.of, mapped)
+        nearest = Nearest.of(Layered(of_file, mapped.row, since.changed, mapped.place))
         self._state = State(MappedEntries(mapped, live), since.statistics, nearest)
         self.head, self._chain = since.head, since.chain
-        self._journal.before_open = Unchained(self.path, since.chain).rows
+        past, unchained = MappedHistory(mapped, since), Unchained(self.path, since.chain)
+
+        def answered(statement: str, arguments: tuple[Any, ...]) -> list[Any] | None:
+            found = past.rows(statement, arguments)
+            return unchained.rows(statement, arguments) if found is None else found
+
+        self._journal.before_open = answered
 
     def _show_copy(self) -> None:
         """Go on with the copy of the journal just made, if it is damaged or of another state."""
@@ -335,8 +342,10 @@ class FolderBank(StateReader, Bank, Shared):
                 if state.nearest.is_large:  # the vectors are in the store and in the journal
                     live = self._history.live(self.head)
                     entries, vectors = live.table(), iter(live.vectors)
-                gone = set(self._history.entry_ids()).difference(entries)
-                write_mapped(file, stamp, entries, vectors, sorted(gone))
+                gone = sorted(set(self._history.entry_ids()).difference(entries))
+                numbers = {id: number for number, id in enumerate(chain(entries, gone))}
+                past = self._history.past(numbers)
+                write_mapped(file, stamp, entries, vectors, gone, past)
             except (OSError, BankError) as error:  # readers then read the journal
                 _log.warning("%s could not be written: %s", file.name, error)
 
@@ -447,6 +456,9 @@ class FolderBank(StateReader, Bank, Shared):
         return found
 
     def at(self, commit: int) -> BankView:
+        return self._reading(partial(self._at, commit))
+
+    def _at(self, commit: int) -> BankView:
         self._check_commit(commit)
         with self._lock:
             state = self._state
@@ -457,7 +469,8 @@ class FolderBank(StateReader, Bank, Shared):
             others = {id: then for id, then, now in touched if then != now}
             known = state.entries
             back = [id for id, then in others.items() if then is not None and id not in known]
-            is_near = len(others) <= len(known) // 4 and not (back and self.read_only)
+            has_places = isinstance(known, MappedEntries) or not self.read_only
+            is_near = len(others) <= len(known) // 4 and (has_places or not back)
             changes = {
                 id: None if then is None else self._history.stored(id, then)
                 for id, then in (others.items() if is_near else ())
