@@ -122,7 +122,7 @@ def asked(bank, draw):
     ids = bank.ids()
     entries = [id for id in ids if bank.version(id, 1) is not None]
     near = [bank.at(head) for head in heads[-6:]]
-    hits = [ranking(one, ["lesson late", "lesson"], 9) for one in near]
+    hits = [[dict(row) for row in ranking(one, ["lesson late", "lesson"], 999)] for one in near]
     return (
         [commits, bank.history(), bank.commits(), [bank.history(id) for id in entries]],
         [bank.diff(a, b) for a, b in pairs],
