@@ -79,9 +79,12 @@ def shown(bank: FolderBank) -> list[Any]:
     commits = bank.history()
     few = [0, *(one.id for one in commits[:: max(1, len(commits) // 3)]), bank.head]
     changed = [bank.diff(*pair) for pair in pairwise(few)]
-    past = [[bank.history(id), bank.uplift(id)] for id in list(entries)[:5]]
     before = list(bank.at(few[-2]).entries())
-    return [entries, scores, *episodes, commits, changed, past, before]
+    try:
+        past = [[bank.history(id), bank.uplift(id)] for id in list(entries)[:5]]
+    except BankError:  # the journal was found to be damaged, and has an entry no more
+        past = [[bank.history(of.id), bank.uplift(of.id)] for of in list(bank.entries())[:5]]
+    return [entries, scores, *episodes, commits, *changed, before, *past]
 
 
 def state(bank: FolderBank) -> dict[str, Any]:

@@ -471,18 +471,17 @@ class FolderBank(StateReader, Bank, Shared):
             back = [id for id, then in others.items() if then is not None and id not in known]
             has_places = isinstance(known, MappedEntries) or not self.read_only
             is_near = len(others) <= len(known) // 4 and (has_places or not back)
-            changes = {
-                id: None if then is None else self._history.stored(id, then)
-                for id, then in (others.items() if is_near else ())
-            }
+            wanted = [(id, then) for id, then in others.items() if then is not None]
+            stored = self._history.stored_all(wanted if is_near else ())
+            changes = dict.fromkeys(others) | {id: one for (id, _), one in stored}
             nearest = state.nearest.over(changes) if is_near else None
             if nearest is None:
                 live = self._history.live(commit)
                 made = partial(Nearest, live, limit=len(live))
                 return BankView(commit, live.table(), statistics, self.embedder, made)
             lives = {
-                id: None if stored is None else Live(stored.experience, stored.origins)
-                for id, stored in changes.items()
+                id: None if one is None else Live(one.experience, one.origins)
+                for id, one in changes.items()
             }
             if isinstance(known, MappedEntries):
                 entries = known.over(lives)
@@ -495,10 +494,12 @@ class FolderBank(StateReader, Bank, Shared):
     def diff(self, a: int, b: int) -> Difference:
         for commit in (a, b):
             self._check_commit(commit)
-        versions = [
-            (self._then(id, old), self._then(id, new))
-            for id, old, new in self._history.touched(min(a, b), max(a, b))
-        ]
+        touched = self._history.touched(min(a, b), max(a, b))
+        keys = [(id, one) for id, *both in touched for one in both if one is not None]
+        known: dict[tuple[str, int | None], Experience] = {
+            key: self.read(of.experience) for key, of in self._history.stored_all(keys)
+        }
+        versions = [(known.get((id, old)), known.get((id, new))) for id, old, new in touched]
         pairs = versions if a <= b else [(new, old) for old, new in versions]
         return Difference(
             added=tuple(new for old, new in pairs if old is None and new is not None),
@@ -509,11 +510,6 @@ class FolderBank(StateReader, Bank, Shared):
                 if old is not None and new is not None and old.version != new.version
             ),
         )
-
-    def _then(self, id: str, version: int | None) -> Experience | None:
-        """Return an entry version as `at` shows it."""
-        stored = None if version is None else self._history.stored(id, version)
-        return None if stored is None else self.read(stored.experience)
 
     def ids(self) -> list[str]:
         """Return the ids of all entries there ever were, and of all recorded trajectories."""

@@ -21,14 +21,14 @@ import numpy as np
 from experiential.bank.storage.checksums import TABLES, UNREADABLE, at, checksum, link, parsed
 from experiential.bank.storage.journal import JOURNAL_NAME, SCHEMA_VERSION, Journal, id_beside
 from experiential.bank.storage.mapped import Stamp
-from experiential.bank.storage.tables import STORED, Stored, origins_of
+from experiential.bank.storage.tables import STORED, STORED_ALL, Stored, origins_of
 from experiential.errors import BankError
 from experiential.types import Experience, Statistics
 
 _BANK_ID = ("", "bank")
 _FACTS = ("embedder", "embedder_name", "dimension")
 _UNCHAINED = set(TABLES) - {"meta", "commits", "changes", "versions"}
-_NAMED = re.compile(r"\b(?:FROM|JOIN)\s+(\w+)")
+_NAMED = re.compile(r"\b(?:FROM|JOIN)\s+(\w+)\b(?!\()")
 _DEFINED = re.compile(r"(\w+)(?: \([\w, ]+\))? AS \(")
 T = TypeVar("T")
 _STATE = """
@@ -127,18 +127,22 @@ class Unchained:
     def rows(self, statement: str, arguments: Sequence[Any]) -> list[Any] | None:
         """Return all rows of a statement; None where only a checked copy can tell."""
         tables = set(_NAMED.findall(statement)).difference(_DEFINED.findall(statement))
-        is_by_key = statement == STORED
+        is_by_key = statement in (STORED, STORED_ALL)
         if not tables or not (is_by_key or tables <= _UNCHAINED):
             return None
         found = _in_place(
-            self._folder, lambda connection: self._rows(connection, tables, statement, arguments)
+            self._folder,
+            lambda connection: self._rows(connection, tables, is_by_key, statement, arguments),
         )
-        return found or None if is_by_key else found  # a version that is missing may be damaged
+        wanted = len(json.loads(arguments[1])) if statement == STORED_ALL else int(is_by_key)
+        # A version that is missing may be damaged.
+        return None if found is None or len(found) < wanted else found
 
     def _rows(
         self,
         connection: sqlite3.Connection,
         tables: set[str],
+        is_by_key: bool,
         statement: str,
         arguments: Sequence[Any],
     ) -> list[Any] | None:
@@ -147,7 +151,7 @@ class Unchained:
             return None
         connection.create_function("prove", -1, _prove)
         for table in tables:
-            if table not in self._checked and statement != STORED:
+            if table not in self._checked and not is_by_key:
                 if connection.execute(f"PRAGMA integrity_check({table})").fetchone()[0] != "ok":
                     return None
                 self._checked.add(table)

@@ -9,7 +9,7 @@ import threading
 import time
 from array import array
 from bisect import insort
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -129,6 +129,10 @@ _POINTED = "SELECT id, version FROM changes WHERE namespace = ? AND commit_id <=
 # SQLite from an index over all entries.
 STORED = """
     SELECT record, vector, origins FROM versions WHERE namespace = ? AND id = ? AND version = ?"""
+STORED_ALL = """
+    SELECT v.id, v.version, v.record, v.vector, v.origins FROM json_each(?2) k
+    CROSS JOIN versions v ON v.namespace = ?1 AND v.id = json_extract(k.value, '$[0]')
+        AND v.version = json_extract(k.value, '$[1]')"""
 TOUCHED = """
     WITH bounds AS (SELECT
         COALESCE((SELECT seq FROM changes WHERE +namespace = ?1 AND commit_id <= ?2
@@ -312,6 +316,16 @@ class History:
         """Return one version of one entry, live or not."""
         rows = self._journal.rows(STORED, self._namespace, id, version)
         return _stored(rows[0]) if rows else None
+
+    def stored_all(
+        self, keys: Iterable[tuple[str, int]]
+    ) -> Iterator[tuple[tuple[str, int], Stored]]:
+        """Yield entry versions, many of them by one statement, with id and version."""
+        waiting = list(dict.fromkeys(keys))
+        for start in range(0, len(waiting), _AT_ONCE):
+            asked = json.dumps(waiting[start : start + _AT_ONCE])
+            for id, version, *rest in self._journal.rows(STORED_ALL, self._namespace, asked):
+                yield (id, version), _stored(rest)
 
     def entry_ids(self) -> list[str]:
         """Return the ids of all entries there ever were."""
