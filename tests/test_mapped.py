@@ -175,6 +175,34 @@ def test_the_history_is_that_of_the_journal_and_read_without_a_copy(
         assert asked(reader, random.Random(seed)) == wanted
 
 
+@pytest.mark.parametrize("spoil", ["nothing", "a vector", "a record", "a later commit"])
+def test_a_writer_reads_its_entries_from_a_file_of_just_its_state(tmp_path, monkeypatch, spoil):
+    with made(tmp_path / "bank", 1) as bank:
+        distilled(bank, "lesson with an origin", "e1", instance="i1")
+        distilled(bank, "proposed lesson", "e2", review=True)
+    with ExperienceBank(without(tmp_path / "bank", tmp_path / "plain"), read_only=True) as plain:
+        wanted = shown(plain)
+    if spoil == "a later commit":
+        with ExperienceBank(tmp_path / "bank", embedder="hashing", namespace="other") as other:
+            other.add("elsewhere")
+    elif spoil != "nothing":
+        begin, _, _ = Mapped(place(tmp_path / "bank"))._sections[
+            "vectors" if spoil == "a vector" else "records"
+        ]
+        with place(tmp_path / "bank").open("r+b") as stream:
+            stream.seek(begin + 3)
+            stream.write(b"?")
+    read, true = [], tables.History.live
+    monkeypatch.setattr(
+        tables.History, "live", lambda *args, **more: read.append(args) or true(*args, **more)
+    )
+    with ExperienceBank(tmp_path / "bank") as writer:
+        assert bool(read) == (spoil != "nothing")
+        assert shown(writer) == wanted
+        added = writer.add("one more lesson")
+        assert writer.search("one more lesson")[0].experience.id == added.id
+
+
 def test_a_damaged_part_of_the_past_is_answered_from_the_journal(tmp_path, copies):
     with made(tmp_path, 1, commits=80) as bank:
         wanted = [bank.history(), [bank.diff(one.id - 1, one.id) for one in bank.commits()]]

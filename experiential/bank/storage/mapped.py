@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from experiential.bank.index.store import IndexLostError
-from experiential.bank.storage.tables import Live, Past, origins_of
+from experiential.bank.storage.tables import Live, LiveEntries, Past, origins_of, roomy
 from experiential.errors import BankError
 
 PATTERN = "entries-*.map*"
@@ -395,6 +395,17 @@ class Mapped(Sequence[Live]):
         if isinstance(index, slice):
             return _Part(self, range(*index.indices(self._count)))
         return self._live(index)
+
+    def load(self, *, most_vectors: float = math.inf) -> LiveEntries:
+        """Return all entries; the vectors of more than ``most_vectors`` are left out."""
+        self.check()
+        ids = [self.id(row) for row in range(self._count)]
+        entries = [self.read(row) for row in range(self._count)]
+        if self._count > most_vectors:
+            return LiveEntries(ids, entries)
+        vectors = roomy(self._count, self.dimension)
+        vectors[: self._count] = self.vectors
+        return LiveEntries(ids, entries, vectors)
 
     def part(self, rows: Sequence[int | Live]) -> Sequence[Live]:
         """Return the entries in rows, between others; each is read when it is looked at.

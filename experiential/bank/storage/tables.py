@@ -104,6 +104,11 @@ class LiveEntries:
         return dict(zip(self.ids, self.entries, strict=True))
 
 
+def roomy(count: int, dimension: int) -> npt.NDArray[np.float32]:
+    """Return rows for this many vectors, and some that are free for more."""
+    return np.empty((count + count // 8 + 64, dimension), dtype=np.float32)
+
+
 class Past(NamedTuple):
     """Hold the commits of a namespace, and its changes in their order.
 
@@ -264,8 +269,7 @@ class History:
                     continue
                 raw = [row[4] for row in found]
                 if not len(vectors):
-                    room = len(wanted) + len(wanted) // 8 + 64
-                    vectors = np.empty((room, len(raw[0]) // 4), dtype=np.float32)
+                    vectors = roomy(len(wanted), len(raw[0]) // 4)
                 if {len(one) for one in raw} != {vectors.shape[1] * 4}:
                     raise BankError(
                         "Expected vectors of one length in the journal, got several; restore it"
