@@ -8,8 +8,9 @@ With ``--before``, the folder of another working copy of the project, its code o
 folders in turn. Times are processor milliseconds, vectors have 384 numbers, and none is in an index
 store (``store="exact"``). Memory is that of the process alone; pages of files that it maps, which
 the system takes back when it needs them, are counted as ``mapped_mib``. ``changed`` opens the bank
-read-only once more, after the writers have added and removed entries. The longest figures of
-``before`` are left out.
+read-only once more, after the writers have added and removed entries. ``diff_ms`` is a reader's
+first question about the past, of the last two commits; ``at_ms`` and the others follow. The longest
+figures of ``before`` are left out.
 """
 
 from __future__ import annotations
@@ -103,7 +104,10 @@ def measure(folder: Path, embedder: Embedder, *, read_only: bool) -> dict[str, f
             times.append(cost(start))
         found |= {"search_p50_ms": median(times), "search_p99_ms": quantiles(times, n=100)[-1]}
         found |= {"used_mib": memory("RssAnon") - before, "mapped_mib": memory("RssFile")}
-        if not read_only:
+        if read_only:
+            found |= past(bank)
+            found["past_mib"] = memory("RssAnon") - before
+        else:
             times.clear()
             added: list[str] = []
             for number in range(ADDS):
@@ -113,6 +117,22 @@ def measure(folder: Path, embedder: Embedder, *, read_only: bool) -> dict[str, f
             found |= {"first_add_ms": times[0], "add_ms": median(times[1:])}
             for id in added:
                 bank.remove(id)
+    return found
+
+
+def past(bank: FolderBank) -> dict[str, float]:
+    """Return what the first questions of a reader about its last two commits cost."""
+    found: dict[str, float] = {}
+    head, [hit] = bank.head, bank.search(text(7), k=1)
+    for name, ask in {
+        "diff_ms": lambda: bank.diff(head - 2, head),
+        "at_ms": lambda: bank.at(head - 2),
+        "history_of_one_ms": lambda: bank.history(hit.experience.id),
+        "history_ms": bank.history,
+    }.items():
+        start = time.process_time()
+        assert ask()
+        found[name] = cost(start)
     return found
 
 

@@ -20,9 +20,9 @@ import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -80,10 +80,15 @@ def shown(bank: FolderBank) -> list[Any]:
     few = [0, *(one.id for one in commits[:: max(1, len(commits) // 3)]), bank.head]
     changed = [bank.diff(*pair) for pair in pairwise(few)]
     before = list(bank.at(few[-2]).entries())
+
+    def told(entries: Iterable[xp.Experience]) -> list[Any]:
+        asked = [(one.id, one.version) for one in islice(entries, 5)]
+        return [[bank.history(id), bank.uplift(id, version)] for id, version in asked]
+
     try:
-        past = [[bank.history(id), bank.uplift(id)] for id in list(entries)[:5]]
+        past = told(entries.values())
     except BankError:  # the journal was found to be damaged, and has an entry no more
-        past = [[bank.history(of.id), bank.uplift(of.id)] for of in list(bank.entries())[:5]]
+        past = told(bank.entries())
     return [entries, scores, *episodes, commits, *changed, before, *past]
 
 
