@@ -1,4 +1,4 @@
-"""Keep the live entries of a namespace in a file that is mapped into memory, not read.
+"""Keep live entries and history of a namespace in a file that is mapped into memory, not read.
 
 The file is derived from the journal and may vanish at any time. A stamp says to which commit of
 which journal it belongs, by the commit's chain value. It is never changed: a new one is written

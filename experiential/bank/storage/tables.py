@@ -352,7 +352,7 @@ class History:
 
     def has_commit(self, commit: int) -> bool:
         """Return whether ``commit`` belongs to this namespace; 0, before the first, does."""
-        # asked even for 0: a reader's journal is opened by this, before its state is looked at
+        # asked even for 0: a reader that has to copy its journal does, before its state is used
         return self._journal.value(HAS_COMMIT, self._namespace, commit) is not None or commit == 0
 
     def last_seq(self) -> int:
