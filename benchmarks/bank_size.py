@@ -4,8 +4,8 @@
         [--drawn] [--results benchmarks/results/bank_size.json]
 
 Each figure is taken in fresh processes, the least of ``--repeats``; one from 1,000,000 entries.
-With ``--before``, the folder of another working copy of the project, its code opens the same
-folders in turn. Times are processor milliseconds, vectors have 384 numbers, and none is in an index
+With ``--before``, the folder of another working copy of the project, its code opens a copy of the
+bank in turn. Times are processor milliseconds, vectors have 384 numbers, and none is in an index
 store (``store="exact"``). Memory is that of the process alone; pages of files that it maps, which
 the system takes back when it needs them, are counted as ``mapped_mib``. ``changed`` opens the bank
 read-only once more, after the writers have added and removed entries. ``diff_ms`` is a reader's
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -169,12 +170,17 @@ def compare(count: int, checkouts: dict[str, Path], repeats: int, drawn: bool) -
         found["disk_bytes_per_entry"] = size / count
         found["journal_bytes_per_entry"] = (folder / JOURNAL_NAME).stat().st_size / count
         repeats = repeats if count < 1_000_000 else 1
+        folders = {name: folder for name in checkouts}
+        if "before" in checkouts:  # a file that readers map is of one version
+            folders["before"] = Path(scratch) / "before"
+            shutil.copytree(folder, folders["before"], ignore=shutil.ignore_patterns("entries-*"))
+            measured(folders["before"], checkouts["before"], drawn, "writer")
         for mode in ("read_only", "writer", "changed"):
             runs = {name: list[dict[str, float]]() for name in checkouts}
             for _ in range(repeats):
                 for name, checkout in checkouts.items():
                     if name == "now" or mode == "read_only" or (mode == "writer" and repeats > 1):
-                        runs[name].append(measured(folder, checkout, drawn, mode))
+                        runs[name].append(measured(folders[name], checkout, drawn, mode))
             for name, made in runs.items():
                 if not made:
                     continue
