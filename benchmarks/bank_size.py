@@ -179,7 +179,7 @@ def compare(count: int, checkouts: dict[str, Path], repeats: int, drawn: bool) -
             runs = {name: list[dict[str, float]]() for name in checkouts}
             for _ in range(repeats):
                 for name, checkout in checkouts.items():
-                    if name == "now" or mode == "read_only" or (mode == "writer" and repeats > 1):
+                    if name == "now" or mode == "read_only" or repeats > 1:
                         runs[name].append(measured(folders[name], checkout, drawn, mode))
             for name, made in runs.items():
                 if not made:
