@@ -290,6 +290,26 @@ def test_a_damaged_file_is_never_read(tmp_path, what, monkeypatch):
     assert noticed >= 30  # a zero may be one already
 
 
+@pytest.mark.parametrize("name", ["order", "ids", "ids_ends", "gone", "entry_changes"])
+def test_damage_found_while_later_changes_are_shown_is_answered_from_the_journal(
+    tmp_path, monkeypatch, copies, name
+):
+    monkeypatch.setattr(folder_module, "_FEW", 10**6)
+    with ExperienceBank(tmp_path, embedder="hashing", store="exact") as bank:
+        ids = [entry.id for entry in bank.add_many([f"lesson {n}" for n in range(30)])]
+        bank.remove(ids[4])
+    with ExperienceBank(tmp_path) as bank:
+        bank.update(ids[7], "better")
+        bank.rollback(1)  # the removed one comes back
+    begin, end, _ = Mapped(place(tmp_path))._sections[name]
+    with place(tmp_path).open("r+b") as stream:
+        stream.seek(begin)
+        stream.write(bytes(end - begin))
+    with ExperienceBank(tmp_path, read_only=True) as bank:
+        assert [entry.id for entry in bank.entries()] == ids and copies
+        assert bank.search("lesson 7")[0].experience.id == ids[7]
+
+
 def found(folder):
     return [one for one in checkup.examine(folder) if one.what.startswith("entries-")]
 

@@ -231,6 +231,8 @@ class FolderBank(StateReader, Bank, Shared):
             lengths = {len(one.vector) for one in since.changed.values() if one is not None}
             if not lengths <= {mapped.dimension}:
                 return None
+            for id in since.changed:
+                mapped.place(id)  # the blocks that are looked at to show the changes are whole
         except IndexLostError as error:
             _log.debug("%s; the journal is read instead", error)
             return None
