@@ -1,6 +1,7 @@
 """Measure banks beside vector libraries: opening, searching, adding, memory and disk.
 
     pip install faiss-cpu hnswlib lancedb sqlite-vec  # measured where they are installed
+    pip install pysqlite3-binary  # for sqlite-vec, where Python loads no extensions of SQLite
     python -m benchmarks.bank_beside [--sizes 10000 100000] [--arms bank reader ...]
         [--results benchmarks/results/bank_beside.json]
 
@@ -16,7 +17,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -163,10 +163,19 @@ def open_lance(folder: Path, table: Vector) -> Opened:
     return Opened(search, add)
 
 
-def _sqlite_vec(folder: Path) -> sqlite3.Connection:
+def extensible_sqlite() -> Any:
+    """Return a module of SQLite that loads extensions, None where there is none."""
+    for name in ("sqlite3", "pysqlite3"):
+        module: Any = importlib.import_module(name) if importlib.util.find_spec(name) else None
+        if hasattr(getattr(module, "Connection", None), "enable_load_extension"):
+            return module
+    return None
+
+
+def _sqlite_vec(folder: Path) -> Any:
     sqlite_vec: Any = importlib.import_module("sqlite_vec")
 
-    base = sqlite3.connect(folder / "vectors.sqlite", isolation_level=None)
+    base = extensible_sqlite().connect(folder / "vectors.sqlite", isolation_level=None)
     base.enable_load_extension(True)
     sqlite_vec.load(base)
     base.execute("PRAGMA journal_mode=WAL")
@@ -310,10 +319,8 @@ def main() -> None:
             for name in arguments.arms:
                 if importlib.util.find_spec(ARMS[name].package) is None:
                     continue
-                if name == "sqlite-vec" and not hasattr(
-                    sqlite3.Connection, "enable_load_extension"
-                ):
-                    continue  # this Python was built without extensions of SQLite
+                if name == "sqlite-vec" and extensible_sqlite() is None:
+                    continue
                 folder = Path(scratch) / name.replace(" ", "-")
                 folder.mkdir()
                 found = measured(name, table, folder, "fill")

@@ -4,12 +4,13 @@
         [--drawn] [--results benchmarks/results/bank_size.json]
 
 Each figure is taken in fresh processes, the least of ``--repeats``; one from 1,000,000 entries.
-With ``--before``, the folder of another working copy of the project, its code opens the same
-folders in turn. Times are processor milliseconds, vectors have 384 numbers, and none is in an index
+With ``--before``, the folder of another working copy of the project, its code opens a copy of the
+bank in turn. Times are processor milliseconds, vectors have 384 numbers, and none is in an index
 store (``store="exact"``). Memory is that of the process alone; pages of files that it maps, which
 the system takes back when it needs them, are counted as ``mapped_mib``. ``changed`` opens the bank
-read-only once more, after the writers have added and removed entries. The longest figures of
-``before`` are left out.
+read-only once more, after the writers have added and removed entries. ``diff_ms`` is a reader's
+first question about the past, of the last two commits; ``at_ms`` and the others follow. The longest
+figures of ``before`` are left out.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -103,7 +105,10 @@ def measure(folder: Path, embedder: Embedder, *, read_only: bool) -> dict[str, f
             times.append(cost(start))
         found |= {"search_p50_ms": median(times), "search_p99_ms": quantiles(times, n=100)[-1]}
         found |= {"used_mib": memory("RssAnon") - before, "mapped_mib": memory("RssFile")}
-        if not read_only:
+        if read_only:
+            found |= past(bank)
+            found["past_mib"] = memory("RssAnon") - before
+        else:
             times.clear()
             added: list[str] = []
             for number in range(ADDS):
@@ -113,6 +118,22 @@ def measure(folder: Path, embedder: Embedder, *, read_only: bool) -> dict[str, f
             found |= {"first_add_ms": times[0], "add_ms": median(times[1:])}
             for id in added:
                 bank.remove(id)
+    return found
+
+
+def past(bank: FolderBank) -> dict[str, float]:
+    """Return what the first questions of a reader about its last two commits cost."""
+    found: dict[str, float] = {}
+    head, [hit] = bank.head, bank.search(text(7), k=1)
+    for name, ask in {
+        "diff_ms": lambda: bank.diff(head - 2, head),
+        "at_ms": lambda: bank.at(head - 2),
+        "history_of_one_ms": lambda: bank.history(hit.experience.id),
+        "history_ms": bank.history,
+    }.items():
+        start = time.process_time()
+        assert ask()
+        found[name] = cost(start)
     return found
 
 
@@ -149,12 +170,17 @@ def compare(count: int, checkouts: dict[str, Path], repeats: int, drawn: bool) -
         found["disk_bytes_per_entry"] = size / count
         found["journal_bytes_per_entry"] = (folder / JOURNAL_NAME).stat().st_size / count
         repeats = repeats if count < 1_000_000 else 1
+        folders = {name: folder for name in checkouts}
+        if "before" in checkouts:  # a file that readers map is of one version
+            folders["before"] = Path(scratch) / "before"
+            shutil.copytree(folder, folders["before"], ignore=shutil.ignore_patterns("entries-*"))
+            measured(folders["before"], checkouts["before"], drawn, "writer")
         for mode in ("read_only", "writer", "changed"):
             runs = {name: list[dict[str, float]]() for name in checkouts}
             for _ in range(repeats):
                 for name, checkout in checkouts.items():
-                    if name == "now" or mode == "read_only" or (mode == "writer" and repeats > 1):
-                        runs[name].append(measured(folder, checkout, drawn, mode))
+                    if name == "now" or mode == "read_only" or repeats > 1:
+                        runs[name].append(measured(folders[name], checkout, drawn, mode))
             for name, made in runs.items():
                 if not made:
                     continue

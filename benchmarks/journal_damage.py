@@ -20,8 +20,9 @@ import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import islice, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -68,13 +69,27 @@ def make_bank(folder: Path, entries: int) -> None:
 
 
 def shown(bank: FolderBank) -> list[Any]:
-    """Return the entries of a bank, the hits of a search, and what it says of episodes."""
+    """Return the entries of a bank, the hits of a search, its episodes and its history."""
     hits = bank.search("which key does door 7919 need?", k=10)
     entries = {entry.id: entry for entry in bank.entries()}
     scores = [(hit.experience.id, round(hit.score, 5)) for hit in hits]
     ledger = bank._ledger  # pyright: ignore[reportPrivateUsage]
     used = [bank.used_in(id) for id in entries]
-    return [entries, scores, bank.queue.counts(), list(ledger.episodes()), bank.episodes(), used]
+    episodes = [bank.queue.counts(), list(ledger.episodes()), bank.episodes(), used]
+    commits = bank.history()
+    few = [0, *(one.id for one in commits[:: max(1, len(commits) // 3)]), bank.head]
+    changed = [bank.diff(*pair) for pair in pairwise(few)]
+    before = list(bank.at(few[-2]).entries())
+
+    def told(entries: Iterable[xp.Experience]) -> list[Any]:
+        asked = [(one.id, one.version) for one in islice(entries, 5)]
+        return [[bank.history(id), bank.uplift(id, version)] for id, version in asked]
+
+    try:
+        past = told(entries.values())
+    except BankError:  # the journal was found to be damaged, and has an entry no more
+        past = told(bank.entries())
+    return [entries, scores, *episodes, commits, *changed, before, *past]
 
 
 def state(bank: FolderBank) -> dict[str, Any]:

@@ -40,8 +40,9 @@ _DIFFERENCES = """
             AND f.success IS NOT NULL{free}
     GROUP BY g.grp ORDER BY g.grp"""
 # The + keeps SQLite from the index by namespace, which would read every change at each call.
-_MERGED = """
-    SELECT v.id, v.version, v.record FROM changes c
+LAST_SEQ = "SELECT MAX(seq) FROM changes"
+MERGED = """
+    SELECT v.id, v.version, json_extract(v.record, '$.provenance.parents') FROM changes c
     CROSS JOIN versions v ON v.namespace = c.namespace AND v.id = c.id
         AND v.version = c.version AND v.commit_id = c.commit_id
     WHERE c.seq > ? AND c.seq <= ? AND +c.namespace = ? AND c.commit_id <= ?
@@ -69,11 +70,11 @@ class Evidence:
     def read_merges(self) -> list[Ancestor]:
         """Read the merges since the last call; return the merged versions."""
         with self.journal.lock:
-            last = self.journal.value("SELECT MAX(seq) FROM changes") or 0
+            last = self.journal.value(LAST_SEQ) or 0
             bounds = (self._seen, last, self.namespace, self.until)
             heirs: list[Ancestor] = []
-            for id, version, record in self.journal.rows(_MERGED, *bounds):
-                parents = [(one[0], one[1]) for one in json.loads(record)["provenance"]["parents"]]
+            for id, version, merged in self.journal.rows(MERGED, *bounds):
+                parents = [(one[0], one[1]) for one in json.loads(merged)]
                 self.parents[id, version] = parents
                 for parent in parents:
                     self.children.setdefault(parent, []).append((id, version))

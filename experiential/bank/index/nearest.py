@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -298,6 +299,8 @@ class Layered:
         below: returns the entries that stay; asked at the first search.
         row: returns the row of an entry among these, None where there is none.
         changes: entries that are others, or none, instead.
+        place: returns a key that sorts an entry among the rows, by which those stand whose scores
+            are equal; by default, after all rows.
     """
 
     def __init__(
@@ -305,21 +308,19 @@ class Layered:
         below: Callable[[], Snapshot],
         row: Callable[[str], int | None],
         changes: Mapping[str, Stored | None],
+        place: Callable[[str], tuple[float, int]] = lambda id: (math.inf, 0),
     ) -> None:
         self._base = below
         self._row = row
+        self._place = place
         self.changes = changes
-        rows = {id: place for id in changes if (place := row(id)) is not None}
+        rows = {id: found for id in changes if (found := row(id)) is not None}
         # Equal scores keep the order of the entries, in which a changed one has its old place.
-        old = sorted(rows, key=rows.__getitem__)
-        new = (id for id in changes if id not in rows)
-        order = ((id, changes[id], 0) for id in (*old, *new))
-        self._above = VectorIndex().apply(order)
-        self._replaced = np.array([rows[id] for id in old], dtype=np.intp)
-        end = np.iinfo(np.intp).max - len(self._above.ids)
-        self._places = np.array(
-            [rows.get(id, end + above) for above, id in enumerate(self._above.ids)], dtype=np.intp
-        )
+        places = {id: (rows[id], 0) if id in rows else place(id) for id in changes}
+        order = sorted(changes, key=places.__getitem__)
+        self._above = VectorIndex().apply((id, changes[id], 0) for id in order)
+        self._replaced = np.array([*rows.values()], dtype=np.intp)
+        self._places = np.array([places[id][0] for id in self._above.ids])
 
     @cached_property
     def _below(self) -> Snapshot:
@@ -328,7 +329,7 @@ class Layered:
 
     def over(self, changes: Mapping[str, Stored | None]) -> Layered:
         """Return the index with further changes."""
-        return Layered(self._base, self._row, {**self.changes, **changes})
+        return Layered(self._base, self._row, {**self.changes, **changes}, self._place)
 
     def search(self, queries: Vector, n: int, scopes: Sequence[Scope]) -> list[Row]:
         """Return the ``n`` nearest entries in the scope of each query, as a snapshot does."""

@@ -7,9 +7,10 @@ of the file, is left to `Journal.open_copy`, which checks everything and names w
 
 from __future__ import annotations
 
+import json
 import re
 import sqlite3
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -20,14 +21,15 @@ import numpy as np
 from experiential.bank.storage.checksums import TABLES, UNREADABLE, at, checksum, link, parsed
 from experiential.bank.storage.journal import JOURNAL_NAME, SCHEMA_VERSION, Journal, id_beside
 from experiential.bank.storage.mapped import Stamp
-from experiential.bank.storage.tables import STORED, Stored, origins_of
+from experiential.bank.storage.tables import STORED, STORED_ALL, Stored, origins_of
 from experiential.errors import BankError
 from experiential.types import Experience, Statistics
 
 _BANK_ID = ("", "bank")
 _FACTS = ("embedder", "embedder_name", "dimension")
 _UNCHAINED = set(TABLES) - {"meta", "commits", "changes", "versions"}
-_NAMED = re.compile(r"\b(?:FROM|JOIN)\s+(\w+)")
+_NAMED = re.compile(r"\b(?:FROM|JOIN)\s+(\w+)\b(?!\()")
+_DEFINED = re.compile(r"(\w+)(?: \([\w, ]+\))? AS \(")
 T = TypeVar("T")
 _STATE = """
     SELECT id, chain, COALESCE((SELECT MAX(seq) FROM changes), 0),
@@ -43,14 +45,20 @@ class Since(NamedTuple):
         chain: the last chain value of the journal.
         changed: new versions by entry, in the order of their first change; None: removed.
         statistics: the counters of all entries.
-        fresh: of the changed entries those that were never there before.
+        seq: position of the last change in the journal, of any namespace.
+        commits: its later commits, as rows of `LOG`.
+        changes: its later changes: commit, entry and version (None: removed).
+        merges: rows of `MERGED` for these.
     """
 
     head: int
     chain: bytes
     changed: dict[str, Stored | None]
     statistics: dict[str, Statistics]
-    fresh: set[str]
+    seq: int
+    commits: list[tuple[Any, ...]]
+    changes: list[tuple[int, str, int | None]]
+    merges: list[tuple[str, int, str]]
 
 
 class _Unproved(BankError):
@@ -118,19 +126,23 @@ class Unchained:
 
     def rows(self, statement: str, arguments: Sequence[Any]) -> list[Any] | None:
         """Return all rows of a statement; None where only a checked copy can tell."""
-        tables = set(_NAMED.findall(statement))
-        is_by_key = statement == STORED
+        tables = set(_NAMED.findall(statement)).difference(_DEFINED.findall(statement))
+        is_by_key = statement in (STORED, STORED_ALL)
         if not tables or not (is_by_key or tables <= _UNCHAINED):
             return None
         found = _in_place(
-            self._folder, lambda connection: self._rows(connection, tables, statement, arguments)
+            self._folder,
+            lambda connection: self._rows(connection, tables, is_by_key, statement, arguments),
         )
-        return found or None if is_by_key else found  # a version that is missing may be damaged
+        wanted = len(json.loads(arguments[1])) if statement == STORED_ALL else int(is_by_key)
+        # A version that is missing may be damaged.
+        return None if found is None or len(found) < wanted else found
 
     def _rows(
         self,
         connection: sqlite3.Connection,
         tables: set[str],
+        is_by_key: bool,
         statement: str,
         arguments: Sequence[Any],
     ) -> list[Any] | None:
@@ -139,7 +151,7 @@ class Unchained:
             return None
         connection.create_function("prove", -1, _prove)
         for table in tables:
-            if table not in self._checked and statement != STORED:
+            if table not in self._checked and not is_by_key:
                 if connection.execute(f"PRAGMA integrity_check({table})").fetchone()[0] != "ok":
                     return None
                 self._checked.add(table)
@@ -215,7 +227,8 @@ def _since(connection: sqlite3.Connection, stamp: Stamp, most: int) -> Since | N
     if (changes[-1][0] if changes else stamp.seq) != last.get("changes", 0):
         return None
     changed: dict[str, Stored | None] = {}
-    fresh: set[str] = set()
+    own_changes: list[tuple[int, str, int | None]] = []
+    merges: list[tuple[str, int, str]] = []
     written: defaultdict[int, dict[int, bytes]] = defaultdict(dict)
     pointed: defaultdict[int, list[bytes]] = defaultdict(list)
     for seq, (of, commit, id, version), own in changes:
@@ -231,10 +244,12 @@ def _since(connection: sqlite3.Connection, stamp: Stamp, most: int) -> Since | N
             if of == namespace:
                 entry = parsed(Experience, record)
                 stored = Stored(entry, np.frombuffer(vector, np.float32), origins_of(origins))
-                if id not in changed and version == 1 and made == commit:
-                    fresh.add(id)
+                if made == commit and entry.provenance.parents:
+                    merges.append((id, version, json.dumps(entry.provenance.parents)))
         if of == namespace:
             changed[id] = stored
+            own_changes.append((commit, id, version))
+    counts = Counter(commit for commit, _ in {(commit, id) for commit, id, _ in own_changes})
     chains = dict(
         connection.execute("SELECT id, chain FROM commits WHERE id >= ?", (stamp.commit,))
     )
@@ -242,15 +257,20 @@ def _since(connection: sqlite3.Connection, stamp: Stamp, most: int) -> Since | N
     if not isinstance(before, bytes) or before.hex() != stamp.chain:
         return None
     head = stamp.head
+    own_commits: list[tuple[Any, ...]] = []
     for id, fields, own in commits[1:]:
         here = written.get(id, {})
         found = link(before, own, [here[row] for row in sorted(here)], pointed.pop(id, []))
         if found != chains[id]:
             return None
-        before, head = found, id if fields[1] == namespace else head
+        before = found
+        if fields[1] == namespace:
+            head = id
+            own_commits.append((id, *fields[2:], counts.get(id, 0)))
     if pointed:
         return None
-    return Since(head, before, changed, _statistics(connection, namespace), fresh)
+    statistics, seq = _statistics(connection, namespace), last.get("changes", 0)
+    return Since(head, before, changed, statistics, seq, own_commits, own_changes, merges)
 
 
 def _statistics(connection: sqlite3.Connection, namespace: str) -> dict[str, Statistics]:

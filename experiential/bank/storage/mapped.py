@@ -1,4 +1,4 @@
-"""Keep the live entries of a namespace in a file that is mapped into memory, not read.
+"""Keep live entries and history of a namespace in a file that is mapped into memory, not read.
 
 The file is derived from the journal and may vanish at any time. A stamp says to which commit of
 which journal it belongs, by the commit's chain value. It is never changed: a new one is written
@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import mmap
 import os
 import struct
 import zlib
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
 from functools import cached_property, lru_cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, cast, overload
 
@@ -27,11 +29,12 @@ import numpy as np
 import numpy.typing as npt
 
 from experiential.bank.index.store import IndexLostError
-from experiential.bank.storage.tables import Live, origins_of
+from experiential.bank.storage.tables import Live, LiveEntries, Past, origins_of, roomy
+from experiential.errors import BankError
 
 PATTERN = "entries-*.map*"
 """Of these files in the folder of a bank, with those whose writing was cut off."""
-_MAGIC = b"xp-map-1"
+_MAGIC = b"xp-map-2"
 _TRAILER = struct.Struct("<8sQQ16s")
 _BLOCK = 1 << 16
 _ALIGN = 64
@@ -73,7 +76,8 @@ def write(
     stamp: Stamp,
     entries: Mapping[str, Live],
     vectors: Iterable[Floats],
-    gone: Iterable[str],
+    gone: Sequence[str],
+    past: Past,
 ) -> None:
     """Write the file anew; a process that has the old one open keeps that.
 
@@ -82,7 +86,8 @@ def write(
         stamp: the state that it has.
         entries: the live ones, oldest first.
         vectors: those of the entries, in this order.
-        gone: ids of entries that were removed.
+        gone: ids of entries that were removed, sorted.
+        past: all commits and changes; entries are numbered in the order above, then those gone.
     """
     labels: dict[str, list[int]] = {}
     for row, live in enumerate(entries.values()):
@@ -96,10 +101,8 @@ def write(
     with part.open("wb") as stream:
         out = _Sections(stream)
         out.add("vectors", "<f4", (one for one, _ in zip(vectors, entries, strict=False)))
-        out.add("ids", "|u1", ids)
+        out.add_texts("ids", ids)
         out.add("order", "<u4", [np.array(order, "<u4")])
-        ends = [np.array(_ends(map(len, ids)), "<u8")]
-        out.add("id_ends", "<u8", ends)
         lengths: list[int] = []
 
         def records() -> Iterator[bytes]:
@@ -112,14 +115,13 @@ def write(
         out.add("records", "|u1", records())
         out.add("record_ends", "<u8", [np.array(_ends(lengths), "<u8")])
         out.add("proposed", "<u4", [np.array(proposed, "<u4")])
-        out.add("labels", "|u1", [label for label, _ in named])
-        ends = [np.array(_ends(len(label) for label, _ in named), "<u8")]
-        out.add("label_ends", "<u8", ends)
+        out.add_texts("labels", [label for label, _ in named])
         rows = [row for _, held in named for row in held]
         out.add("label_rows", "<u4", [np.array(rows, "<u4")])
         ends = [np.array(_ends(len(held) for _, held in named), "<u8")]
         out.add("label_row_ends", "<u8", ends)
-        out.add("gone", "|u1", [json.dumps(list(gone)).encode()])
+        out.add_texts("gone", [id.encode("utf-8", "surrogatepass") for id in gone])
+        _add_past(out, past, len(ids) + len(gone))
         table = {"stamp": stamp._asdict(), "count": len(entries), "sections": out.table}
         head = json.dumps(table).encode()
         sums = np.array(out.finished(), "<u4").tobytes()
@@ -128,6 +130,24 @@ def write(
         stream.flush()
         os.fsync(stream.fileno())
     os.replace(part, file)
+
+
+def _add_past(out: _Sections, past: Past, count: int) -> None:
+    """Write the commits, the changes in their order, and the changes of each entry."""
+    commits = np.array([row[0] for row in past.commits], "<i8")
+    if np.any(np.diff(past.change_commits) < 0):
+        raise BankError("Expected changes in the order of their commits, got others")
+    out.add("commit_ids", "<i8", [commits])
+    ends = np.searchsorted(past.change_commits, commits, side="right")
+    out.add("commit_change_ends", "<u8", [ends.astype("<u8")])
+    out.add_texts("commits", [json.dumps(row).encode() for row in past.commits])
+    out.add("change_entries", "<u4", [past.change_entries.astype("<u4")])
+    out.add("change_versions", "<u4", [past.change_versions.astype("<u4")])
+    order = np.argsort(past.change_entries, kind="stable")
+    out.add("entry_changes", "<u4", [order.astype("<u4")])
+    found = np.bincount(past.change_entries, minlength=count)
+    out.add("entry_change_ends", "<u8", [np.append(0, np.cumsum(found)).astype("<u8")])
+    out.add("merges", "|u1", [json.dumps(list(past.merges)).encode()])
 
 
 def _ends(lengths: Iterable[int]) -> list[int]:
@@ -157,6 +177,10 @@ class _Sections:
         for part in parts:
             self._write(part if isinstance(part, bytes) else part.tobytes())
         self.table[name] = begin, self._place, kind
+
+    def add_texts(self, name: str, texts: Sequence[bytes]) -> None:
+        self.add(name, "|u1", texts)
+        self.add(f"{name}_ends", "<u8", [np.array(_ends(map(len, texts)), "<u8")])
 
     def _write(self, raw: bytes) -> None:
         self._stream.write(raw)
@@ -267,11 +291,15 @@ class Mapped(Sequence[Live]):
 
     @cached_property
     def _ids(self) -> _Texts:
-        return _Texts(self._array("ids"), self._array("id_ends"))
+        return _Texts(self._array("ids").data, self._array("ids_ends"))
 
     @cached_property
-    def _order(self) -> Numbers:
-        return self._array("order")
+    def _some_ids(self) -> Sequence[bytes]:
+        return self.texts("ids")
+
+    @cached_property
+    def _order(self) -> Column:
+        return self.column("order")
 
     @cached_property
     def _record_ends(self) -> Numbers:
@@ -280,14 +308,25 @@ class Mapped(Sequence[Live]):
     @cached_property
     def labels(self) -> Mapping[str, Sequence[int]]:
         """Return the rows made from each task instance."""
-        texts = _Texts(self._array("labels"), self._array("label_ends"))
+        texts = _Texts(self._array("labels").data, self._array("labels_ends"))
         return _Labels(texts, self._array("label_rows"), self._array("label_row_ends"))
+
+    def column(self, name: str) -> Column:
+        """Return a section of numbers, whose blocks are compared when they are looked at."""
+        begin, end, kind = self._sections[name]
+        size = np.dtype(kind).itemsize
+        held: Numbers = np.frombuffer(self._map, kind, (end - begin) // size, begin)
+        return Column(held, begin, self._is_whole, self.check)
+
+    def texts(self, name: str) -> Sequence[bytes]:
+        """Return a section of texts, likewise."""
+        return _Texts(self.column(name), self.column(f"{name}_ends"))
 
     def ids(self) -> set[str]:
         """Return the ids of all entries there ever were."""
         self.check_texts()
         live = {self.id(row) for row in range(self._count)}
-        return live.union(json.loads(self._array("gone").tobytes()))
+        return live.union(id.decode("utf-8", "surrogatepass") for id in self.texts("gone"))
 
     @cached_property
     def names(self) -> _Names:
@@ -305,11 +344,46 @@ class Mapped(Sequence[Live]):
         """Return the row of an entry, None where it is not live."""
         if (known := self.names.rows.get(id)) is not None:
             return known
-        wanted, order = id.encode("utf-8", "surrogatepass"), self._order
-        place = bisect_left(order, wanted, key=lambda row: self._ids[row])
-        if place < len(order) and self._ids[row := int(order[place])] == wanted:
-            return row
+        wanted, order, ids = id.encode("utf-8", "surrogatepass"), self._order, self._some_ids
+        place = bisect_left(range(self._count), wanted, key=lambda at: ids[order.item(at)])
+        if place < self._count and ids[row := order.item(place)] == wanted:
+            return self.names.keep(row, id)
         return None
+
+    def number(self, id: str) -> int | None:
+        """Return the number of an entry: its row, or above all rows for one that was removed."""
+        if (row := self.row(id)) is not None:
+            return row
+        gone, wanted = self.texts("gone"), id.encode("utf-8", "surrogatepass")
+        place = bisect_left(gone, wanted)
+        return self._count + place if place < len(gone) and gone[place] == wanted else None
+
+    def place(self, id: str) -> tuple[float, int]:
+        """Return where an entry stands among the rows, as a key to sort by.
+
+        That is its row; before a row and by its first change for an entry that was removed; and
+        after all rows for one that the file does not know.
+        """
+        number = self.number(id)
+        if number is None:
+            return math.inf, 0
+        if number < self._count:
+            return number, 0
+        changes, ends = self.column("entry_changes"), self.column("entry_change_ends")
+
+        def first(number: int) -> int:
+            return changes.item(ends.item(number))
+
+        own = first(number)
+        return bisect_left(range(self._count), own, key=first) - 0.5, own
+
+    def named(self, number: int) -> str:
+        """Return the id of the entry with a number."""
+        if number < self._count:
+            raw = self._some_ids[number]
+        else:
+            raw = self.texts("gone")[number - self._count]
+        return raw.decode("utf-8", "surrogatepass")
 
     @overload
     def __getitem__(self, index: int) -> Live: ...
@@ -321,6 +395,17 @@ class Mapped(Sequence[Live]):
         if isinstance(index, slice):
             return _Part(self, range(*index.indices(self._count)))
         return self._live(index)
+
+    def load(self, *, most_vectors: float = math.inf) -> LiveEntries:
+        """Return all entries; the vectors of more than ``most_vectors`` are left out."""
+        self.check()
+        ids = [self.id(row) for row in range(self._count)]
+        entries = [self.read(row) for row in range(self._count)]
+        if self._count > most_vectors:
+            return LiveEntries(ids, entries)
+        vectors = roomy(self._count, self.dimension)
+        vectors[: self._count] = self.vectors
+        return LiveEntries(ids, entries, vectors)
 
     def part(self, rows: Sequence[int | Live]) -> Sequence[Live]:
         """Return the entries in rows, between others; each is read when it is looked at.
@@ -374,18 +459,52 @@ class _Names(Sequence[str]):
     def __getitem__(self, index: Any) -> Any:
         id = self._ids.get(index)
         if id is None:
-            if len(self._ids) >= _NAMED:
-                self._ids, self.rows = {}, {}
-            id = self._ids[index] = self._mapped.id(index)
-            self.rows[id] = index
+            id = self._mapped.id(index)
+            self.keep(index, id)
         return id
+
+    def keep(self, row: int, id: str) -> int:
+        """Keep the id of a row, and return the row."""
+        if len(self._ids) >= _NAMED:
+            self._ids, self.rows = {}, {}
+        self._ids[row], self.rows[id] = id, row
+        return row
+
+
+class Column:
+    """Read numbers of a section; a block is compared with its checksum before its first use."""
+
+    def __init__(
+        self,
+        held: Numbers,
+        begin: int,
+        is_whole: Sequence[int],
+        check: Callable[[int, int], object],
+    ) -> None:
+        self._all, self._begin, self._is_whole, self._check = held, begin, is_whole, check
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __getitem__(self, part: slice) -> Numbers:
+        start, stop, _ = part.indices(len(self._all))
+        size = self._all.itemsize
+        self._check(self._begin + start * size, self._begin + stop * size)
+        return self._all[start:stop]
+
+    def item(self, index: int) -> int:
+        """Return one number."""
+        place = self._begin + index * self._all.itemsize  # of a number that lies in one block
+        if not self._is_whole[place // _BLOCK]:
+            self._check(place, place + 1)
+        return self._all.item(index)
 
 
 class _Texts(Sequence[bytes]):
     """Read texts that lie one after the other."""
 
-    def __init__(self, raw: Numbers, ends: Numbers) -> None:
-        self._raw, self._ends = raw.data, ends
+    def __init__(self, raw: memoryview | Column, ends: Numbers | Column) -> None:
+        self._raw, self._ends = raw, ends
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -425,11 +544,10 @@ class MappedEntries(Mapping[str, Live]):
     def __init__(self, mapped: Mapped, changed: Mapping[str, Live | None]) -> None:
         self.mapped = mapped
         self._changed = changed
-        rows = {id: mapped.row(id) for id in changed}
-        self._fresh = [id for id, live in changed.items() if rows[id] is None and live is not None]
-        self._gone = sum(
-            live is None and rows[id] is not None for id, live in self._changed.items()
-        )
+        rows = {id for id in changed if mapped.row(id) is not None}
+        self._gone = sum(changed[id] is None for id in rows)
+        more = [id for id, live in changed.items() if live is not None and id not in rows]
+        self._more = sorted(((mapped.place(id), id) for id in more), key=itemgetter(0))
 
     def ids(self) -> set[str]:
         """Return the ids of all entries there ever were."""
@@ -440,7 +558,7 @@ class MappedEntries(Mapping[str, Live]):
         return MappedEntries(self.mapped, {**self._changed, **changed})
 
     def __len__(self) -> int:
-        return len(self.mapped) - self._gone + len(self._fresh)
+        return len(self.mapped) - self._gone + len(self._more)
 
     def __getitem__(self, id: str) -> Live:
         if id in self._changed:
@@ -460,13 +578,17 @@ class MappedEntries(Mapping[str, Live]):
         return _Values(self)
 
     def _rows(self) -> Iterator[tuple[str, Live | int]]:
-        for row in range(len(self.mapped)):
-            id = self.mapped.id(row)
-            live = self._changed.get(id, row)
-            if live is not None:
-                yield id, live
-        for id in self._fresh:
-            yield id, self[id]
+        begin, count = 0, len(self.mapped)
+        for (place, _), more in [*self._more, ((math.inf, 0), "")]:
+            end = math.ceil(min(place, count))
+            for row in range(begin, end):
+                id = self.mapped.id(row)
+                live = self._changed.get(id, row)
+                if live is not None:
+                    yield id, live
+            if more:
+                yield more, self[more]
+            begin = end
 
 
 class _Values(ValuesView[Live]):

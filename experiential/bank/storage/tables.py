@@ -7,8 +7,9 @@ import math
 import sqlite3
 import threading
 import time
+from array import array
 from bisect import insort
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from experiential.bank.evidence.credit import Ancestor
+from experiential.bank.evidence.uplift import ALWAYS, LAST_SEQ, MERGED
 from experiential.bank.records import (
     LEASE_SECONDS,
     Changed,
@@ -102,6 +104,29 @@ class LiveEntries:
         return dict(zip(self.ids, self.entries, strict=True))
 
 
+def roomy(count: int, dimension: int) -> npt.NDArray[np.float32]:
+    """Return rows for this many vectors, and some that are free for more."""
+    return np.empty((count + count // 8 + 64, dimension), dtype=np.float32)
+
+
+class Past(NamedTuple):
+    """Hold the commits of a namespace, and its changes in their order.
+
+    Attributes:
+        commits: rows of `LOG`.
+        change_commits: the commit of each change.
+        change_entries: the number of the entry of each change.
+        change_versions: the version that each made the live one, 0 for a removal.
+        merges: rows of `MERGED`.
+    """
+
+    commits: Sequence[tuple[Any, ...]]
+    change_commits: npt.NDArray[np.int64]
+    change_entries: npt.NDArray[np.uint32]
+    change_versions: npt.NDArray[np.uint32]
+    merges: Sequence[tuple[Any, ...]]
+
+
 _PROPOSED = '"proposed":true'  # as `History.write` spells it
 _AT_ONCE = 1024
 _POINTED = "SELECT id, version FROM changes WHERE namespace = ? AND commit_id <= ? ORDER BY seq"
@@ -109,7 +134,11 @@ _POINTED = "SELECT id, version FROM changes WHERE namespace = ? AND commit_id <=
 # SQLite from an index over all entries.
 STORED = """
     SELECT record, vector, origins FROM versions WHERE namespace = ? AND id = ? AND version = ?"""
-_TOUCHED = """
+STORED_ALL = """
+    SELECT v.id, v.version, v.record, v.vector, v.origins FROM json_each(?2) k
+    CROSS JOIN versions v ON v.namespace = ?1 AND v.id = json_extract(k.value, '$[0]')
+        AND v.version = json_extract(k.value, '$[1]')"""
+TOUCHED = """
     WITH bounds AS (SELECT
         COALESCE((SELECT seq FROM changes WHERE +namespace = ?1 AND commit_id <= ?2
             ORDER BY seq DESC LIMIT 1), 0) AS low,
@@ -134,12 +163,24 @@ _CHANGES_AFTER = """
     SELECT c.seq, c.id, v.record, v.vector, v.origins FROM changes c
     LEFT JOIN versions v ON v.namespace = c.namespace AND v.id = c.id AND v.version = c.version
     WHERE c.namespace = ? AND c.seq > ? ORDER BY c.seq LIMIT ?"""
-_LOG = """
+COMMITS = """
+    SELECT id, time, author, cause, ref FROM commits WHERE namespace = ? AND id > ? ORDER BY id"""
+HAS_COMMIT = "SELECT 1 FROM commits WHERE namespace = ? AND id = ?"
+LAST_VERSION = "SELECT MAX(version) FROM versions WHERE namespace = ? AND id = ?"
+LOG = """
     SELECT c.id, c.time, c.author, c.cause, c.ref, COALESCE(n.changes, 0) FROM commits c
     LEFT JOIN (SELECT commit_id, COUNT(DISTINCT id) AS changes FROM changes
         WHERE namespace = ?1 GROUP BY commit_id) n ON n.commit_id = c.id
     WHERE c.namespace = ?1 ORDER BY c.id"""
-_WRITTEN_FROM = """
+# Of several changes of one commit, MAX(seq) chooses the last, and with it the version.
+LOG_OF = """
+    SELECT c.id, c.time, c.author, c.cause, c.ref, n.changes, o.version FROM commits c
+    JOIN (SELECT commit_id, version, MAX(seq) FROM changes
+        WHERE namespace = ?1 AND id = ?2 GROUP BY commit_id) o ON o.commit_id = c.id
+    JOIN (SELECT commit_id, COUNT(DISTINCT id) AS changes FROM changes
+        WHERE namespace = ?1 GROUP BY commit_id) n ON n.commit_id = c.id
+    WHERE c.namespace = ?1 ORDER BY c.id"""
+WRITTEN_FROM = """
     SELECT n.id, n.version FROM commits c
     JOIN changes n ON n.commit_id = c.id AND n.namespace = c.namespace
     WHERE c.namespace = ? AND c.cause = 'trajectory' AND c.ref = ? AND n.version IS NOT NULL
@@ -228,8 +269,7 @@ class History:
                     continue
                 raw = [row[4] for row in found]
                 if not len(vectors):
-                    room = len(wanted) + len(wanted) // 8 + 64
-                    vectors = np.empty((room, len(raw[0]) // 4), dtype=np.float32)
+                    vectors = roomy(len(wanted), len(raw[0]) // 4)
                 if {len(one) for one in raw} != {vectors.shape[1] * 4}:
                     raise BankError(
                         "Expected vectors of one length in the journal, got several; restore it"
@@ -258,7 +298,7 @@ class History:
 
         Each with its live version at ``a`` and at ``b``, None where it had none.
         """
-        return self._journal.rows(_TOUCHED, self._namespace, a, b)
+        return self._journal.rows(TOUCHED, self._namespace, a, b)
 
     def in_order(self, ids: Iterable[str], more: Iterable[str]) -> list[str]:
         """Return ids that are in the order of `live`, and more of them put in their places."""
@@ -281,6 +321,16 @@ class History:
         rows = self._journal.rows(STORED, self._namespace, id, version)
         return _stored(rows[0]) if rows else None
 
+    def stored_all(
+        self, keys: Iterable[tuple[str, int]]
+    ) -> Iterator[tuple[tuple[str, int], Stored]]:
+        """Yield entry versions, many of them by one statement, with id and version."""
+        waiting = list(dict.fromkeys(keys))
+        for start in range(0, len(waiting), _AT_ONCE):
+            asked = json.dumps(waiting[start : start + _AT_ONCE])
+            for id, version, *rest in self._journal.rows(STORED_ALL, self._namespace, asked):
+                yield (id, version), _stored(rest)
+
     def entry_ids(self) -> list[str]:
         """Return the ids of all entries there ever were."""
         statement = "SELECT DISTINCT id FROM changes WHERE namespace = ?"
@@ -288,8 +338,7 @@ class History:
 
     def last_version(self, id: str) -> int:
         """Return the highest version that an entry ever had; 0 if it never existed."""
-        statement = "SELECT MAX(version) FROM versions WHERE namespace = ? AND id = ?"
-        return self._journal.value(statement, self._namespace, id) or 0
+        return self._journal.value(LAST_VERSION, self._namespace, id) or 0
 
     def is_empty(self) -> bool:
         """Return whether this namespace never held an entry."""
@@ -303,9 +352,8 @@ class History:
 
     def has_commit(self, commit: int) -> bool:
         """Return whether ``commit`` belongs to this namespace; 0, before the first, does."""
-        statement = "SELECT 1 FROM commits WHERE namespace = ? AND id = ?"
-        # asked even for 0: a reader's journal is opened by this, before its state is looked at
-        return self._journal.value(statement, self._namespace, commit) is not None or commit == 0
+        # asked even for 0: a reader that has to copy its journal does, before its state is used
+        return self._journal.value(HAS_COMMIT, self._namespace, commit) is not None or commit == 0
 
     def last_seq(self) -> int:
         """Return the position of the last change, for followers of the journal."""
@@ -345,27 +393,39 @@ class History:
 
     def commits(self, after: int = 0) -> list[Commit]:
         """Return every commit after one, oldest first."""
-        statement = "SELECT id, time, author, cause, ref FROM commits"
-        statement += " WHERE namespace = ? AND id > ? ORDER BY id"
         names = ("id", "time", "author", "cause", "ref")
-        rows = self._journal.rows(statement, self._namespace, after)
+        rows = self._journal.rows(COMMITS, self._namespace, after)
         return [Commit(**dict(zip(names, row, strict=True))) for row in rows]
 
     def log(self, id: str | None = None) -> list[LogEntry]:
         """Return every commit, or those that changed one entry with its version after each."""
-        names = ("id", "time", "author", "cause", "ref", "changes")
-        rows = self._journal.rows(_LOG, self._namespace)
-        commits = [LogEntry(**dict(zip(names, row, strict=True))) for row in rows]
+        names = ("id", "time", "author", "cause", "ref", "changes", "version")
         if id is None:
-            return commits
-        statement = "SELECT commit_id, version FROM changes"
-        statement += " WHERE namespace = ? AND id = ? ORDER BY seq"
-        versions = dict(self._journal.rows(statement, self._namespace, id))
-        return [
-            commit.model_copy(update={"version": versions[commit.id]})
-            for commit in commits
-            if commit.id in versions
-        ]
+            rows, names = self._journal.rows(LOG, self._namespace), names[:-1]
+        else:
+            rows = self._journal.rows(LOG_OF, self._namespace, id)
+        return [LogEntry(**dict(zip(names, row, strict=True))) for row in rows]
+
+    def past(self, numbers: Mapping[str, int]) -> Past:
+        """Return all commits and changes, for a mapped file.
+
+        Args:
+            numbers: of all entries that there ever were.
+        """
+        entries, versions, commits = array("I"), array("I"), array("q")
+
+        def take(cursor: sqlite3.Cursor) -> None:
+            for commit, id, version in cursor:
+                commits.append(commit)
+                entries.append(numbers[id])
+                versions.append(version or 0)
+
+        statement = "SELECT commit_id, id, version FROM changes WHERE namespace = ? ORDER BY seq"
+        self._journal.read(take, statement, self._namespace)
+        rows = self._journal.rows(LOG, self._namespace)
+        bounds = (0, self._journal.value(LAST_SEQ), self._namespace, ALWAYS)
+        merges = self._journal.rows(MERGED, *bounds)
+        return Past(rows, np.array(commits), np.array(entries), np.array(versions), merges)
 
     def ids(self) -> list[str]:
         """Return the ids of all entries there ever were, and of the journalled trajectories."""
@@ -375,9 +435,7 @@ class History:
 
     def written_from(self, trajectory: str) -> list[Ancestor]:
         """Return (id, version) of all that was distilled from a trajectory, in order."""
-        return [
-            tuple(row) for row in self._journal.rows(_WRITTEN_FROM, self._namespace, trajectory)
-        ]
+        return [tuple(row) for row in self._journal.rows(WRITTEN_FROM, self._namespace, trajectory)]
 
 
 def _stored(row: Any) -> Stored:
