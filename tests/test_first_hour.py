@@ -75,6 +75,7 @@ def test_a_node_that_lacks_nothing_has_no_fault() -> None:
         ({"tools": frozenset({"c++"})}, "ninja on the PATH", "activate the environment"),
         ({"gpus": (GpuUse("0", 40.0, 85.5), GOOD.gpus[1])}, "GPU 0 has 40.0 of 85.5", "end the"),
         ({"sockets": {"NCCL_SOCKET_IFNAME": "ens5"}}, "lo, eth0, ib0, got ens5", "unset it"),
+        ({"locks": ("/x/fused_adam/lock",)}, "found /x/fused_adam/lock", "rm /x/fused_adam/lock"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
