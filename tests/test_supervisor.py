@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from concurrent.futures import Future
 from types import ModuleType, SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from experiential.config import ClusterSettings
+from experiential.training.openrlhf import supervisor
 from experiential.training.openrlhf.bank_actor import BankActor
 from experiential.training.openrlhf.supervisor import (
     FailedCallError,
@@ -17,6 +19,7 @@ from experiential.training.openrlhf.supervisor import (
     LostActorError,
     SilentActorError,
     Supervisor,
+    answers,
 )
 
 
@@ -186,3 +189,27 @@ async def test_a_failed_watch_of_a_living_bank_is_begun_again_and_ends_nothing(
     await bank._watch()
     assert (world.killed, world.outcomes) == ([0], [])
     assert world.actor.failures == ["bank actor on 127.0.0.1 died: gone"]
+
+
+async def test_a_partner_that_died_is_named_and_not_the_one_whose_call_failed_for_it() -> None:
+    calls: list[Future[Any]] = [Future() for _ in range(3)]
+    references = [SimpleNamespace(future=lambda call=call: call) for call in calls]
+    asked = asyncio.ensure_future(answers(references, ["rank 0", "rank 1", "rank 2"], 60.0))
+    await asyncio.sleep(0)
+    calls[0].set_exception(RayTaskError(RuntimeError("Connection closed by peer")))
+    await asyncio.sleep(0.05)
+    assert not asked.done()
+    calls[2].set_exception(RayActorError("The actor died."))
+    with pytest.raises(LostActorError, match="rank 2 to be alive"):
+        await asked
+
+
+async def test_a_call_that_failed_is_named_when_no_partner_died(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "_NOTICED_S", 0.05)
+    calls: list[Future[Any]] = [Future() for _ in range(2)]
+    references = [SimpleNamespace(future=lambda call=call: call) for call in calls]
+    calls[0].set_exception(RayTaskError(ValueError("no such row")))
+    with pytest.raises(FailedCallError, match="rank 0 .*no such row"):
+        await answers(references, ["rank 0", "rank 1"], 60.0)

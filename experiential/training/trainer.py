@@ -23,7 +23,12 @@ from experiential.bank.manager_like import NoBank
 from experiential.bank.protocol import Bank, ForkableBank
 from experiential.bank.storage.lock import WriterLock
 from experiential.config import Experiment
-from experiential.errors import BudgetError, CheckpointError, ExperientialError
+from experiential.errors import (
+    BudgetError,
+    CheckpointError,
+    ExperientialError,
+    LostProcessError,
+)
 from experiential.evaluation.arms import NEEDS_BANK
 from experiential.evaluation.episode_log import EPISODES_FILE, episode_row
 from experiential.evaluation.intervals import paired_difference
@@ -89,6 +94,8 @@ class Trainer:
         self._restored = self._store.latest() if resume else None
         self._observer, self._given, self._warnings = observer, runtimes, tuple(warnings)
         self._start = self._at = 0
+        self._opened, self._began, self._went_back = False, 0.0, ""
+        self._restarts: list[int] = []  # step of each checkpoint that the run went on from
         self._evaluated = self.output / "evaluation" / EPISODES_FILE  # episodes of evaluations
         self._visits: list[Visits] = []
         self._bank: ForkableBank | None = None
@@ -120,10 +127,19 @@ class Trainer:
 
         An error of any callback of the loop ends the run. The last event is ``end``; its ``reason``
         is steps, minutes, budget or interrupted.
+
+        When a process is lost without which the run cannot go on, all parts are closed and opened
+        again, and the run goes on from its last checkpoint, at most ``cluster.restarts`` times from
+        the same one.
         """
         begin = time.perf_counter()
         try:
-            step = await ending_with_callbacks(self._run(begin))
+            while True:
+                try:
+                    step = await ending_with_callbacks(self._run(begin))
+                    break
+                except LostProcessError as error:
+                    self._go_back(error)
         except (asyncio.CancelledError, BudgetError) as error:
             reason = "budget" if isinstance(error, BudgetError) else "interrupted"
             with contextlib.closing(Metrics(self.output / _METRICS, self._observer)) as metrics:
@@ -140,8 +156,10 @@ class Trainer:
         """Train, evaluate and export; return the number of steps taken."""
         async with contextlib.AsyncExitStack() as stack:
             await self._open(stack)
+            self._opened = True
             run, evaluation = self.experiment.run, self.experiment.eval
-            self._begin, step = time.perf_counter(), self._start
+            self._begin, step = self._began or time.perf_counter(), self._start
+            self._began = self._begin
             limit = math.inf if run.minutes is None else self._begin + 60 * run.minutes
             actor, extractor = self.experiment.actor, self.experiment.extractor
             try:
@@ -173,6 +191,31 @@ class Trainer:
                 await self.extractor.export(self.output / "extractor")
             self._metrics.emit(self._end("steps" if step >= run.steps else "minutes", begin))
         return step
+
+    def _go_back(self, error: LostProcessError) -> None:
+        """Prepare to go on from the last checkpoint, else from the beginning; or raise ``error``.
+
+        It is raised where the parts are not the run's own, before the run has once begun, and when
+        no restart is left.
+        """
+        found = self._store.latest() if self._store.all() else None
+        step = int(found[1]["step"]) if found else 0
+        again = self._restarts.count(step)
+        if self._given is not None or not self._opened or again >= self.experiment.cluster.restarts:
+            raise error
+        self._restarts.append(step)
+        self._restored = found
+        self._start = self._at = 0
+        self._visits = [visits for visits in self._visits if visits.step <= step]
+        self._bank = self._manager = self._track = None
+        if found is None:
+            self._visits = []
+            for name in _FILES:
+                path = self.output / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        place = f"its checkpoint of step {step}" if found else "its beginning"
+        limit = self.experiment.cluster.restarts
+        self._went_back = f"{error}; the run goes on from {place}, restart {again + 1} of {limit}"
 
     async def _tidy(self) -> None:
         """Leave the entries of each task that are about it and did best, as ``bank.keep`` says."""
@@ -251,6 +294,8 @@ class Trainer:
         about = {"steps": settings.run.steps, "minutes": settings.run.minutes}
         about |= {"recipe": settings.recipe, "seed": settings.seed}
         emit({"event": "start", "step": self._start} | about)
+        if self._went_back:
+            emit({"event": "warning", "step": self._start, "text": self._went_back})
         if self._restored is None:
             await self._warn(listed=worlds is not None)
         if self._restored is None:
