@@ -10,7 +10,7 @@ ExperientialError
 ├── BackendError         a language-model backend failed
 │   ├── NoAnswerError    the reply holds no answer: refused, filtered, empty, nothing but reasoning
 │   ├── ContextError     the prompt does not fit into the model's context
-│   ├── LostProcessError a process that computes died or is silent; a run goes on from its checkpoint
+│   ├── LostProcessError a process that computes died or gave no answer
 │   └── BudgetError      the account's quota, or the budget of the caller, is spent
 ├── EnvError             an environment failed where it runs: it raised, hung, or its process died
 └── CheckpointError      a checkpoint cannot be read or written       (exit code 2)
