@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,6 +33,12 @@ class Fragile(LocalRuntime):
 
     lost: ClassVar[set[int]] = set()
     calls: ClassVar[int] = 0
+    writes: ClassVar[int | None] = None
+    """The update in which the writing of a checkpoint ends."""
+    slow: ClassVar[set[int]] = set()
+    """Updates that last until a checkpoint was written."""
+    written: ClassVar[bool] = False
+    saves: ClassVar[int] = 0
 
     async def train(self, samples: Sequence[Sample], loss: LossSettings) -> TrainStats:
         """Count, and train or be lost."""
@@ -39,7 +46,22 @@ class Fragile(LocalRuntime):
             Fragile.calls += 1
             if Fragile.calls in self.lost:
                 raise LostProcessError("Expected actor rank 1 to be alive, but it died")
+            while Fragile.calls in self.slow and not Fragile.written:
+                await asyncio.sleep(0.01)
         return await super().train(samples, loss)
+
+    async def begin_save(self, folder: Path) -> Callable[[], Awaitable[None]]:
+        """Save at once, and be done with it only when the test says so."""
+        done = await super().begin_save(folder)
+
+        async def written() -> None:
+            Fragile.saves += 1
+            while self.writes is not None and Fragile.calls < self.writes:
+                await asyncio.sleep(0.01)
+            await done()
+            Fragile.written = True
+
+        return written
 
 
 class FragileRuntime(InProcessRuntime):
@@ -71,6 +93,7 @@ class FragileRuntime(InProcessRuntime):
 
 def run(folder: Path, lost: set[int], *further: str) -> tuple[list[dict[str, Any]], torch.Tensor]:
     Fragile.lost, Fragile.calls, FragileRuntime.opened = lost, 0, 0
+    Fragile.written, Fragile.saves = False, 0
     events: list[dict[str, Any]] = []
     experiment = load_experiment("complementary", [*SETTINGS, *further])
     Trainer(experiment, folder, observer=events.append).run()
@@ -100,3 +123,44 @@ def test_a_run_that_loses_a_process_again_and_again_ends_with_its_error(tmp_path
     with pytest.raises(LostProcessError, match="actor rank 1"):
         run(tmp_path / "none", {1}, "cluster.restarts=0")
     assert FragileRuntime.opened == 1
+
+
+BACKGROUND = ("cluster.background_checkpoints=true", "run.steps=6", "run.checkpoint_every=2")
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint of step 2 is written during the update of step 4."""
+    monkeypatch.setattr(Fragile, "writes", 4)
+    monkeypatch.setattr(Fragile, "slow", {4})
+
+
+@pytest.mark.usefixtures("slow_disk")
+def test_a_run_trains_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    """Step 3 is over before the checkpoint of step 2 is; the next one waits for it."""
+    events, weights = run(tmp_path / "background", set(), *BACKGROUND)
+    order = [(e["event"], e["step"]) for e in events if e["event"] in ("step", "checkpoint")]
+    assert order.index(("step", 3)) < order.index(("checkpoint", 2)) < order.index(("step", 5))
+    assert [step for event, step in order if event == "checkpoint"] == [2, 4, 6, 6]
+    monkey = pytest.MonkeyPatch()
+    with monkey.context() as patched:
+        patched.setattr(Fragile, "writes", None)
+        patched.setattr(Fragile, "slow", set())
+        _, expected = run(tmp_path / "at once", set(), *BACKGROUND[1:])
+    assert torch.equal(weights, expected)
+
+
+@pytest.mark.usefixtures("slow_disk")
+def test_a_process_lost_while_a_checkpoint_is_written_leaves_the_former_as_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third update is lost, and with it the checkpoint of step 2, which was being written."""
+    monkeypatch.setattr(Fragile, "slow", set())
+    events, weights = run(tmp_path / "lost", {3}, *BACKGROUND)
+    [said] = [e["text"] for e in events if "the run goes on" in e.get("text", "")]
+    assert "from its beginning" in said
+    names = {path.name for path in (tmp_path / "lost" / "checkpoints").iterdir()}
+    assert names == {"step-000004", "step-000006"}, "no draft is left"
+    monkeypatch.setattr(Fragile, "writes", None)
+    _, expected = run(tmp_path / "whole", set(), *BACKGROUND[1:])
+    assert torch.equal(weights, expected)

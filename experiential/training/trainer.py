@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import shutil
 import time
@@ -166,6 +167,7 @@ class Trainer:
                 while step < run.steps and time.perf_counter() <= limit:
                     await self._step(step)
                     step = self._at = step + 1
+                    await self._committed(wait=False)
                     if run.checkpoint_every and step % run.checkpoint_every == 0:
                         await self._checkpoint(step)
                     if evaluation.every and step % evaluation.every == 0 and step < run.steps:
@@ -183,8 +185,10 @@ class Trainer:
                 # weights that an unfinished step has changed must not be changed by it again
                 if step == run.steps or not (actor.train or extractor.train):
                     await self._checkpoint(step)
+                    await self._committed()
                 raise
             await self._checkpoint(step)
+            await self._committed()
             if actor.train:
                 await self.actor.export(self.output / "actor")
             if extractor.enabled and extractor.train and self.extractor is not self.actor:
@@ -289,6 +293,8 @@ class Trainer:
             stack.push_async_callback(self._track.close)
         self._ahead = RolloutsAhead(self._play, settings.run.ahead)
         stack.push_async_callback(self._ahead.close)
+        self._committing: set[asyncio.Task[None]] = set()  # the checkpoint that is being written
+        stack.push_async_callback(cancel_tasks, self._committing)
         if self._restored is not None:
             await self._restore(*self._restored)
         about = {"steps": settings.run.steps, "minutes": settings.run.minutes}
@@ -489,11 +495,13 @@ class Trainer:
                     self._metrics.emit(visits.event())
 
     async def _checkpoint(self, step: int) -> None:
+        """Save the state of now, and commit it as soon as all of it is written."""
+        await self._committed()  # at most one is being written
+        begin = time.perf_counter()
         draft = self._store.begin(step)
         if self._track is not None:
             await self._track.finish()
-        for role, policy in self._policies.items():
-            await policy.save(draft / role)
+        written = [await p.begin_save(draft / role) for role, p in self._policies.items()]
         manifest: dict[str, Any] = {
             "recipe": self.experiment.recipe,
             "seed": self.experiment.seed,
@@ -503,8 +511,31 @@ class Trainer:
         if self._bank is not None and self._track is not None:
             self._bank.fork(draft / "bank", keep_queue=True).close()
             manifest |= {"bank_commit": self._bank.head, "track": self._track.state_dict()}
-        path = await asyncio.to_thread(self._store.commit, draft, step, manifest)
-        self._metrics.emit({"event": "checkpoint", "step": step, "path": str(path)})
+        manifest = json.loads(json.dumps(manifest))  # the run goes on and changes its parts
+
+        async def commit() -> None:
+            for one in written:
+                await one()
+            work = asyncio.ensure_future(
+                asyncio.to_thread(self._store.commit, draft, step, manifest)
+            )
+            try:
+                path = await asyncio.shield(work)
+            finally:  # also when cancelled: the next one that begins must not meet it
+                await asyncio.wait([work])
+            event = {"event": "checkpoint", "step": step, "path": str(path)}
+            self._metrics.emit(event | {"seconds": time.perf_counter() - begin, "begun_s": begun})
+
+        begun = time.perf_counter() - begin
+        self._committing.add(asyncio.create_task(commit()))
+        if not self.experiment.cluster.background_checkpoints:
+            await self._committed()
+
+    async def _committed(self, *, wait: bool = True) -> None:
+        """Raise what a checkpoint failed with; ``wait`` until it is committed."""
+        for task in [task for task in self._committing if wait or task.done()]:
+            self._committing.discard(task)
+            await task
 
     async def _restore(self, folder: Path, manifest: dict[str, Any]) -> None:
         if "methods" not in manifest:
