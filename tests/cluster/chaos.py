@@ -57,8 +57,17 @@ class Nodes:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._cluster = folder, None
-        os.environ |= {"RAY_gcs_rpc_server_reconnect_timeout_s": "15"}  # not 60
-        os.environ |= {"RAY_worker_niceness": "0"}  # not 15, which starves on a shared core
+        os.environ |= {
+            "EXPERIENTIAL_SMALL_ENGINE": "1",
+            "RAY_gcs_rpc_server_reconnect_timeout_s": "15",  # not 60
+            "RAY_worker_niceness": "0",  # not 15, which starves beside other work
+        }
+        if "TORCH_EXTENSIONS_DIR" not in os.environ:  # killed builds leave locks: not in the cache
+            os.environ["TORCH_EXTENSIONS_DIR"] = str(folder.parent / "extensions")
+            built = sorted(Path.home().glob(".cache/torch_extensions/py*_cpu"))
+            if built:
+                ignore = shutil.ignore_patterns("lock")
+                shutil.copytree(built[-1], folder.parent / "extensions", ignore=ignore)
 
     def heal(self) -> str:
         """Start what is dead; return the address."""
