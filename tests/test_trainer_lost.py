@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from experiential.config import Experiment, OptimSettings
-from experiential.errors import LostProcessError
+from experiential.errors import ConfigError, LostProcessError
 from experiential.llm.transformers import TransformersLLM
 from experiential.recipe import load_experiment
 from experiential.training.local import InProcessRuntime, LocalRuntime
@@ -69,12 +69,16 @@ class FragileRuntime(InProcessRuntime):
 
     last: ClassVar[list[torch.Tensor]] = []
     opened: ClassVar[int] = 0
+    closed: ClassVar[set[int]] = set()
+    """Openings that fail, from 1."""
 
     def __init__(
         self, experiment: Experiment, policies: Policies | None = None, output: Path | None = None
     ) -> None:
         made, executor = list[LocalRuntime](), None
         FragileRuntime.opened += 1
+        if FragileRuntime.opened in self.closed:
+            raise ConfigError("Expected an answer of node two, got none")
         for name in ("actor", "extractor"):
             model, tokenizer = tiny_random_model()
             llm = TransformersLLM(model, tokenizer, executor=executor, name=name)
@@ -123,6 +127,19 @@ def test_a_run_that_loses_a_process_again_and_again_ends_with_its_error(tmp_path
     with pytest.raises(LostProcessError, match="actor rank 1"):
         run(tmp_path / "none", {1}, "cluster.restarts=0")
     assert FragileRuntime.opened == 1
+
+
+def test_a_start_that_fails_after_a_loss_is_tried_again_and_a_first_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FragileRuntime, "closed", {1})
+    with pytest.raises(ConfigError, match="node two"):
+        run(tmp_path / "first", set())
+    assert FragileRuntime.opened == 1
+    monkeypatch.setattr(FragileRuntime, "closed", {2})
+    events, _ = run(tmp_path / "later", {4})
+    assert FragileRuntime.opened == 3
+    assert [e["step"] for e in events if e["event"] == "step"] == [1, 2, 3, 3, 4, 5]
 
 
 BACKGROUND = ("cluster.background_checkpoints=true", "run.steps=6", "run.checkpoint_every=2")

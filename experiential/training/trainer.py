@@ -95,7 +95,8 @@ class Trainer:
         self._restored = self._store.latest() if resume else None
         self._observer, self._given, self._warnings = observer, runtimes, tuple(warnings)
         self._start = self._at = 0
-        self._opened, self._began, self._went_back = False, 0.0, ""
+        self._opened = self._reopening = False
+        self._began, self._went_back = 0.0, ""
         self._restarts: list[int] = []  # step of each checkpoint that the run went on from
         self._evaluated = self.output / "evaluation" / EPISODES_FILE  # episodes of evaluations
         self._visits: list[Visits] = []
@@ -139,7 +140,10 @@ class Trainer:
                 try:
                     step = await ending_with_callbacks(self._run(begin))
                     break
-                except LostProcessError as error:
+                except ExperientialError as error:
+                    # Once begun, a start that fails may fail for the same death: try again.
+                    if not (isinstance(error, LostProcessError) or self._reopening):
+                        raise
                     self._go_back(error)
         except (asyncio.CancelledError, BudgetError) as error:
             reason = "budget" if isinstance(error, BudgetError) else "interrupted"
@@ -156,8 +160,9 @@ class Trainer:
     async def _run(self, begin: float) -> int:
         """Train, evaluate and export; return the number of steps taken."""
         async with contextlib.AsyncExitStack() as stack:
+            self._reopening = self._opened
             await self._open(stack)
-            self._opened = True
+            self._opened, self._reopening = True, False
             run, evaluation = self.experiment.run, self.experiment.eval
             self._begin, step = self._began or time.perf_counter(), self._start
             self._began = self._begin
@@ -196,7 +201,7 @@ class Trainer:
             self._metrics.emit(self._end("steps" if step >= run.steps else "minutes", begin))
         return step
 
-    def _go_back(self, error: LostProcessError) -> None:
+    def _go_back(self, error: ExperientialError) -> None:
         """Prepare to go on from the last checkpoint, else from the beginning; or raise ``error``.
 
         It is raised where the parts are not the run's own, before the run has once begun, and when

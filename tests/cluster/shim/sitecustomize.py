@@ -17,8 +17,6 @@ imported, and nothing on disk:
   by the name that Ray gives the GPU.
 * vLLM refuses sleep mode on the CPU: it is let in, and sleep stops the scheduler and gives no
   memory back.
-
-With EXPERIENTIAL_SMALL_ENGINE=1, engines are those of `tests.cluster.small_engine`, without vLLM.
 """
 
 from __future__ import annotations
@@ -160,33 +158,6 @@ _CHANGES: dict[str, Callable[[Any], None]] = {
 }
 
 
-def _small_groups(module: Any) -> None:
-    def join(address: str, port: int, rank: int, world_size: int, device: object) -> _Gloo:
-        from tests.cluster.small_engine import join_group
-
-        return _Gloo(join_group(address, port, rank, world_size))
-
-    module.stateless_init_process_group = join
-
-
-class _SmallEngine(importlib.abc.MetaPathFinder):
-    """Finds `tests.cluster.small_engine` where OpenRLHF's module with vLLM is asked for."""
-
-    def find_spec(self, name: str, path: object, target: ModuleType | None = None) -> Any:
-        if name != "openrlhf.trainer.ray.vllm_engine":
-            return None
-        return importlib.util.spec_from_loader(name, self)
-
-    def create_module(self, spec: Any) -> ModuleType:
-        return ModuleType(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        from tests.cluster import small_engine as small
-
-        for name in ("RolloutRayActor", "create_vllm_engines", "batch_vllm_engine_call"):
-            setattr(module, name, getattr(small, name))
-
-
 class _Changer(importlib.abc.MetaPathFinder):
     """Finds the modules to change, and changes each once it is loaded."""
 
@@ -209,6 +180,3 @@ class _Changer(importlib.abc.MetaPathFinder):
 
 if os.environ.get("EXPERIENTIAL_CPU_CLUSTER") == "1":
     sys.meta_path.insert(0, _Changer())
-    if os.environ.get("EXPERIENTIAL_SMALL_ENGINE") == "1":
-        _CHANGES["openrlhf.utils.distributed_util"] = _small_groups
-        sys.meta_path.insert(0, _SmallEngine())
