@@ -43,7 +43,7 @@ KINDS = (
 POLICY = ("max_length=1024", "attention=sdpa", "micro_batch_size=8", "batch_size=64")
 SETTINGS = (
     "model.name=tiny", "model.dtype=bfloat16", "bank.embedder=hashing", "env.train={split: train,"
-    " worlds: 1}", "actor.groups=2", "actor.group_size=8", "extractor.batch_size=8",
+    " worlds: 4}", "actor.groups=2", "actor.group_size=8", "extractor.batch_size=8",
     "run.minutes=null", "run.checkpoint_every=2", "eval.before=false", "eval.after=false",
     "cluster.env_workers=1", "cluster.remote_bank=true", "cluster.restarts=20",
     "cluster.start_timeout=600", "cluster.call_timeout=120", "cluster.actor.engines=2",

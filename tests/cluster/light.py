@@ -20,6 +20,7 @@ import random
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
@@ -135,6 +136,24 @@ class RolloutRayActor:
     init_process_group = update_weight_cuda_ipc = sleep = wake_up = reset_prefix_cache
 
 
+@dataclass
+class Step:
+    """The learner's, without torch."""
+
+    rows: Sequence[Sequence[int]]
+    tokens: int
+
+
+@dataclass
+class RankStats:
+    """The learner's, without torch."""
+
+    loss: float = 0.0
+    metrics: dict[str, Any] = field(default_factory=dict[str, Any])
+    grad_norm: float = 0.0
+    forwarded_tokens: int = 0
+
+
 class PolicyRank:
     """Has the methods of the project's rank that a run calls."""
 
@@ -169,8 +188,6 @@ class PolicyRank:
             raise RuntimeError("Connection closed by peer") from None
 
     def learn(self, samples: Sequence[Any], steps: Sequence[Any], _: Any, version: int) -> Any:
-        from experiential.training.openrlhf.learner import RankStats
-
         stats = RankStats()
         for step in steps:
             gradient = np.zeros(TOKENS)
@@ -281,7 +298,8 @@ def main() -> None:
         def encode(self, text: str) -> list[int]:
             return self._tokenizer.encode(text, add_special_tokens=False)
 
-    changes = {"draw_response": draw, "StopFinder": Finder, "check_weights": lambda _: None}
+    changes: dict[str, Any] = {"draw_response": draw, "StopFinder": Finder, "Step": Step}
+    changes["check_weights"] = lambda _: None
     for name, value in changes.items():
         setattr(runtime, name, value)
     parts.start_ranks = start_ranks
