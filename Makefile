@@ -33,7 +33,7 @@ CLUSTER_SMOLLM2 := $(CLUSTER_VENV)/.smollm2
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install alfworld quickstart test test-slow cluster test-cluster test-bare test-examples test-elsewhere crash lint shape docs bench tiny-models earned-model clean
+.PHONY: help install alfworld quickstart test test-slow cluster test-cluster chaos test-bare test-examples test-elsewhere crash lint shape docs bench tiny-models earned-model clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -89,6 +89,9 @@ $(CLUSTER_SMOLLM2): | $(CLUSTER_STAMP)
 
 test-cluster: cluster  ## the cluster engine on the CPU: Ray, vLLM and DeepSpeed with two tiny policies
 	@tests/cluster/run $(CLUSTER_VENV)/bin/python tests/cluster $(ARGS)
+
+chaos: cluster  ## kill KILLS processes of cluster runs (hours for 50) and look whether all end as others do; SEED=2 draws other moments
+	@tests/cluster/run $(CLUSTER_VENV)/bin/python -m tests.cluster.chaos --kills $(if $(filter command line,$(origin KILLS)),$(KILLS),50) --seed $(SEED) --results benchmarks/results/chaos.json $(ARGS)
 
 test-bare:  ## the three lines after a bare installation, on each supported Python
 	@tests/bare/run

@@ -436,7 +436,9 @@ class ClusterSettings(Settings):
     call_timeout: PositiveFloat = 900.0
     """seconds that any remote call may take"""
     restarts: NonNegativeInt = 2
-    """times that each engine, rank group and worker is started again"""
+    """times that each engine and worker is started again, and the run from the same checkpoint"""
+    background_checkpoints: bool = False
+    """ranks copy their state to the machine's memory and train on while they write it"""
 
 
 class ColdStartSettings(Options):

@@ -10,6 +10,7 @@ ExperientialError
 ├── BackendError         a language-model backend failed
 │   ├── NoAnswerError    the reply holds no answer: refused, filtered, empty, nothing but reasoning
 │   ├── ContextError     the prompt does not fit into the model's context
+│   ├── LostProcessError a process that computes died or gave no answer
 │   └── BudgetError      the account's quota, or the budget of the caller, is spent
 ├── EnvError             an environment failed where it runs: it raised, hung, or its process died
 └── CheckpointError      a checkpoint cannot be read or written       (exit code 2)
@@ -90,6 +91,10 @@ class NoAnswerError(BackendError):
 
 class ContextError(BackendError):
     """Report a prompt that does not fit into the model's context; asking again changes nothing."""
+
+
+class LostProcessError(BackendError):
+    """Report that a process of a distributed run died, or gave no answer in time."""
 
 
 class BudgetError(BackendError):

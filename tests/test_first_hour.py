@@ -75,6 +75,7 @@ def test_a_node_that_lacks_nothing_has_no_fault() -> None:
         ({"tools": frozenset({"c++"})}, "ninja on the PATH", "activate the environment"),
         ({"gpus": (GpuUse("0", 40.0, 85.5), GOOD.gpus[1])}, "GPU 0 has 40.0 of 85.5", "end the"),
         ({"sockets": {"NCCL_SOCKET_IFNAME": "ens5"}}, "lo, eth0, ib0, got ens5", "unset it"),
+        ({"locks": ("/x/fused_adam/lock",)}, "found /x/fused_adam/lock", "rm /x/fused_adam/lock"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -266,10 +267,10 @@ class TestCauses:
 SLURM = Path(__file__).parent.parent / "examples" / "cluster" / "slurm.sh"
 
 
-def submit(tmp_path: Path, **programs: str) -> subprocess.CompletedProcess[str]:
+def submit(tmp_path: Path, restarts: int = 0, **programs: str) -> subprocess.CompletedProcess[str]:
     """Run the script with stand-ins for the programs of SLURM, Ray and this package."""
     programs = {
-        "scontrol": "echo one; echo two",
+        "scontrol": '[ "$1" = requeue ] && echo "$*" >&2 || { echo one; echo two; }',
         "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
         "hostname": "echo 10.0.0.1",
         "ray": "[ $1 = status ] || exec /bin/sleep 20",
@@ -284,6 +285,7 @@ def submit(tmp_path: Path, **programs: str) -> subprocess.CompletedProcess[str]:
         (folder / name).write_text(f"#!/bin/sh\n{body}\n")
         (folder / name).chmod(0o755)
     env = {"VENV": str(folder.parent), "OUTPUT": str(tmp_path / "run"), "SLURM_JOB_NODELIST": "x"}
+    env |= {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": str(restarts)}
     path = os.environ["PATH"]
     return subprocess.run(
         ["bash", SLURM, "run.steps=3"],
@@ -306,6 +308,17 @@ class TestSlurm:
         again = submit(tmp_path)
         assert f"train --resume --output {tmp_path / 'run'} --plain" in again.stdout
         assert "cluster.address=10.0.0.1:6379" in again.stdout and "run.steps=3" in again.stdout
+
+    @pytest.mark.parametrize(
+        ("code", "restarts", "requeued"),
+        [(1, 0, True), (137, 9, True), (1, 10, False), (2, 0, False), (0, 0, False)],
+    )
+    def test_a_job_whose_run_was_lost_goes_back_into_the_queue(
+        self, tmp_path: Path, code: int, restarts: int, requeued: bool
+    ) -> None:
+        job = submit(tmp_path, restarts, **{"experiential-train": f"exit {code}"})
+        assert job.returncode == code
+        assert ("requeue 17" in job.stderr) == requeued, job.stderr
 
     def test_a_taken_port_ends_the_job_at_once(self, tmp_path: Path) -> None:
         taken = "[ $1 = status ] && exit 0; echo 'Address already in use' >&2; exit 1"

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -777,10 +778,11 @@ async def test_a_rank_that_fails_without_a_lost_engine_ends_the_sync(
 
 
 class Cluster(ModuleType):
-    """Ray with nodes and no processes."""
+    """Ray with nodes and no processes; all GPUs are free after ``until`` looks."""
 
-    def __init__(self, *gpus: int, free: int | None = None) -> None:
+    def __init__(self, *gpus: int, free: int | None = None, until: float = math.inf) -> None:
         super().__init__("ray")
+        self.asked, self.until = 0, until
         self.exceptions = SimpleNamespace(
             RayError=RayError, RayActorError=RayActorError, RayTaskError=RayTaskError
         )
@@ -790,7 +792,12 @@ class Cluster(ModuleType):
         return True
 
     def available_resources(self) -> dict[str, float]:
-        return {"GPU": float(self.free), "CPU": 64.0}
+        self.asked += 1
+        free = sum(self.gpus) if self.asked > self.until else self.free
+        return {"GPU": float(free), "CPU": 64.0}
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"GPU": float(sum(self.gpus)), "CPU": 64.0}
 
     def nodes(self) -> list[dict[str, Any]]:
         return [
@@ -803,6 +810,7 @@ def joined(
     monkeypatch: pytest.MonkeyPatch, cluster: Cluster, settings: ClusterSettings, gpus: int
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", cluster)
+    monkeypatch.setattr(runtimes, "PLACED_S", 1.0)
     runtimes.join(settings, gpus)
 
 
@@ -824,6 +832,14 @@ def test_as_many_free_gpus_are_asked_for_as_the_placement_needs(
         match=r"one node with the 4 GPUs that are shared \(cluster.share_gpus\), the largest has 3",
     ):
         joined(monkeypatch, Cluster(0, 3, 2), shared, 4)
+
+
+def test_gpus_that_a_killed_run_still_holds_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster(4, free=1, until=2)
+    joined(monkeypatch, cluster, ClusterSettings(), 4)
+    assert cluster.asked == 3
 
 
 class Groups(ModuleType):

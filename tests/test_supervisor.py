@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from concurrent.futures import Future
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from experiential.bank.bank import ExperienceBank
 from experiential.config import ClusterSettings
-from experiential.training.openrlhf.bank_actor import BankActor
+from experiential.errors import BankError
+from experiential.sync import EventLoopThread
+from experiential.training.openrlhf import supervisor
+from experiential.training.openrlhf.bank_actor import ActorBank, BankActor
 from experiential.training.openrlhf.supervisor import (
     FailedCallError,
     Incarnation,
     LostActorError,
     SilentActorError,
     Supervisor,
+    answers,
 )
 
 
@@ -186,3 +193,60 @@ async def test_a_failed_watch_of_a_living_bank_is_begun_again_and_ends_nothing(
     await bank._watch()
     assert (world.killed, world.outcomes) == ([0], [])
     assert world.actor.failures == ["bank actor on 127.0.0.1 died: gone"]
+
+
+async def test_a_partner_that_died_is_named_and_not_the_one_whose_call_failed_for_it() -> None:
+    calls: list[Future[Any]] = [Future() for _ in range(3)]
+    references = [SimpleNamespace(future=lambda call=call: call) for call in calls]
+    asked = asyncio.ensure_future(answers(references, ["rank 0", "rank 1", "rank 2"], 60.0))
+    await asyncio.sleep(0)
+    calls[0].set_exception(RayTaskError(RuntimeError("Connection closed by peer")))
+    await asyncio.sleep(0.05)
+    assert not asked.done()
+    calls[2].set_exception(RayActorError("The actor died."))
+    with pytest.raises(LostActorError, match="rank 2 to be alive"):
+        await asked
+
+
+async def test_a_call_that_failed_is_named_when_no_partner_died(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "_NOTICED_S", 0.05)
+    calls: list[Future[Any]] = [Future() for _ in range(2)]
+    references = [SimpleNamespace(future=lambda call=call: call) for call in calls]
+    calls[0].set_exception(RayTaskError(ValueError("no such row")))
+    with pytest.raises(FailedCallError, match="rank 0 .*no such row"):
+        await answers(references, ["rank 0", "rank 1"], 60.0)
+
+
+def test_a_fork_begins_again_when_the_banks_actor_dies_in_it(tmp_path: Path) -> None:
+    """Half a copy is removed; a folder that was there before is the caller's and stays."""
+    asked: list[str] = []
+
+    async def started() -> str:
+        return "actor"
+
+    async def ask(_: str, method: str, namespace: str, path: str, queue: bool) -> None:
+        asked.append(method)
+        folder = Path(path)
+        if len(asked) < 3:
+            folder.mkdir(exist_ok=True)
+            (folder / "half").touch()
+            raise LostActorError("bank actor", "died: killed")
+        ExperienceBank(folder, embedder="hashing").close()
+
+    bank: Any = ActorBank.__new__(ActorBank)
+    bank._actor = SimpleNamespace(
+        loop=EventLoopThread("test"),
+        started=started,
+        supervisor=SimpleNamespace(ask=ask, alive=True, failures=[]),
+    )
+    bank.namespace = "default"
+    (tmp_path / "there").mkdir()
+    with pytest.raises(BankError, match="bank actor to be alive, but it died"):
+        bank.fork(tmp_path / "there")
+    asked.clear()
+    bank.fork(tmp_path / "copy").close()
+    assert len(asked) == 3 and not (tmp_path / "copy" / "half").exists()
+    assert (tmp_path / "there" / "half").exists()
+    bank._actor.loop.close()

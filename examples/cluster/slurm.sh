@@ -68,8 +68,15 @@ else
     what=(--recipe "$RECIPE")
 fi
 # 24 GPUs: eight train the actor and eight generate for it; four train the extractor and four generate for it.
+code=0
 experiential-train "${what[@]}" --output "$OUTPUT" --plain \
     "cluster.address=$address" \
     cluster.actor.gpus_per_node=8 cluster.actor.engines=8 \
     cluster.extractor.gpus_per_node=4 cluster.extractor.engines=4 \
-    cluster.env_workers=6 "$@"
+    cluster.env_workers=6 "$@" || code=$?
+# SLURM itself requeues a job only when a node fails. 2 is a wrong setting and 130 an interrupt, which would come again.
+if [ "$code" -ne 0 ] && [ "$code" -ne 2 ] && [ "$code" -ne 130 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "${REQUEUES:-10}" ]; then
+    echo "training ended with exit code $code: the job goes back into the queue, to go on from the last checkpoint" >&2
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from experiential.errors import ConfigError
+from experiential.evaluation.results import write_whole
 from experiential.rollout import Episode, failures
 from experiential.training.advantages import outcome
 from experiential.training.runtime import TrainStats
@@ -41,7 +42,7 @@ class Metrics:
         self._file.close()
         events = read_events(self.path)
         kept = [e for e in events if e.get("step", 0) <= step and e["event"] != "end"]
-        self.path.write_text("".join(json.dumps(e) + "\n" for e in kept), encoding="utf-8")
+        write_whole(self.path, "".join(json.dumps(e) + "\n" for e in kept))
         self._file = self.path.open("a", encoding="utf-8")
 
     def close(self) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -176,6 +178,15 @@ class PolicyRuntime(LLM):
     @abstractmethod
     async def save(self, folder: Path) -> None:
         """Write weights, optimiser state and version to ``folder`` (created)."""
+
+    async def begin_save(self, folder: Path) -> Callable[[], Awaitable[None]]:
+        """Do as ``save``, and return what waits until all is written.
+
+        The policy may be trained in between; what is written is the state at the call. Here all
+        is written at once.
+        """
+        await self.save(folder)
+        return partial(asyncio.sleep, 0)
 
     @abstractmethod
     async def load(self, folder: Path) -> None:

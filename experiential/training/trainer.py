@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import shutil
 import time
@@ -23,7 +24,12 @@ from experiential.bank.manager_like import NoBank
 from experiential.bank.protocol import Bank, ForkableBank
 from experiential.bank.storage.lock import WriterLock
 from experiential.config import Experiment
-from experiential.errors import BudgetError, CheckpointError, ExperientialError
+from experiential.errors import (
+    BudgetError,
+    CheckpointError,
+    ExperientialError,
+    LostProcessError,
+)
 from experiential.evaluation.arms import NEEDS_BANK
 from experiential.evaluation.episode_log import EPISODES_FILE, episode_row
 from experiential.evaluation.intervals import paired_difference
@@ -89,6 +95,9 @@ class Trainer:
         self._restored = self._store.latest() if resume else None
         self._observer, self._given, self._warnings = observer, runtimes, tuple(warnings)
         self._start = self._at = 0
+        self._opened = self._reopening = False
+        self._began, self._went_back = 0.0, ""
+        self._restarts: list[int] = []  # step of each checkpoint that the run went on from
         self._evaluated = self.output / "evaluation" / EPISODES_FILE  # episodes of evaluations
         self._visits: list[Visits] = []
         self._bank: ForkableBank | None = None
@@ -120,10 +129,22 @@ class Trainer:
 
         An error of any callback of the loop ends the run. The last event is ``end``; its ``reason``
         is steps, minutes, budget or interrupted.
+
+        When a process is lost without which the run cannot go on, all parts are closed and opened
+        again, and the run goes on from its last checkpoint, at most ``cluster.restarts`` times from
+        the same one.
         """
         begin = time.perf_counter()
         try:
-            step = await ending_with_callbacks(self._run(begin))
+            while True:
+                try:
+                    step = await ending_with_callbacks(self._run(begin))
+                    break
+                except ExperientialError as error:
+                    # Once begun, a start that fails may fail for the same death: try again.
+                    if not (isinstance(error, LostProcessError) or self._reopening):
+                        raise
+                    self._go_back(error)
         except (asyncio.CancelledError, BudgetError) as error:
             reason = "budget" if isinstance(error, BudgetError) else "interrupted"
             with contextlib.closing(Metrics(self.output / _METRICS, self._observer)) as metrics:
@@ -139,15 +160,19 @@ class Trainer:
     async def _run(self, begin: float) -> int:
         """Train, evaluate and export; return the number of steps taken."""
         async with contextlib.AsyncExitStack() as stack:
+            self._reopening = self._opened
             await self._open(stack)
+            self._opened, self._reopening = True, False
             run, evaluation = self.experiment.run, self.experiment.eval
-            self._begin, step = time.perf_counter(), self._start
+            self._begin, step = self._began or time.perf_counter(), self._start
+            self._began = self._begin
             limit = math.inf if run.minutes is None else self._begin + 60 * run.minutes
             actor, extractor = self.experiment.actor, self.experiment.extractor
             try:
                 while step < run.steps and time.perf_counter() <= limit:
                     await self._step(step)
                     step = self._at = step + 1
+                    await self._committed(wait=False)
                     if run.checkpoint_every and step % run.checkpoint_every == 0:
                         await self._checkpoint(step)
                     if evaluation.every and step % evaluation.every == 0 and step < run.steps:
@@ -165,14 +190,41 @@ class Trainer:
                 # weights that an unfinished step has changed must not be changed by it again
                 if step == run.steps or not (actor.train or extractor.train):
                     await self._checkpoint(step)
+                    await self._committed()
                 raise
             await self._checkpoint(step)
+            await self._committed()
             if actor.train:
                 await self.actor.export(self.output / "actor")
             if extractor.enabled and extractor.train and self.extractor is not self.actor:
                 await self.extractor.export(self.output / "extractor")
             self._metrics.emit(self._end("steps" if step >= run.steps else "minutes", begin))
         return step
+
+    def _go_back(self, error: ExperientialError) -> None:
+        """Prepare to go on from the last checkpoint, else from the beginning; or raise ``error``.
+
+        It is raised where the parts are not the run's own, before the run has once begun, and when
+        no restart is left.
+        """
+        found = self._store.latest() if self._store.all() else None
+        step = int(found[1]["step"]) if found else 0
+        again = self._restarts.count(step)
+        if self._given is not None or not self._opened or again >= self.experiment.cluster.restarts:
+            raise error
+        self._restarts.append(step)
+        self._restored = found
+        self._start = self._at = 0
+        self._visits = [visits for visits in self._visits if visits.step <= step]
+        self._bank = self._manager = self._track = None
+        if found is None:
+            self._visits = []
+            for name in _FILES:
+                path = self.output / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        place = f"its checkpoint of step {step}" if found else "its beginning"
+        limit = self.experiment.cluster.restarts
+        self._went_back = f"{error}; the run goes on from {place}, restart {again + 1} of {limit}"
 
     async def _tidy(self) -> None:
         """Leave the entries of each task that are about it and did best, as ``bank.keep`` says."""
@@ -246,11 +298,15 @@ class Trainer:
             stack.push_async_callback(self._track.close)
         self._ahead = RolloutsAhead(self._play, settings.run.ahead)
         stack.push_async_callback(self._ahead.close)
+        self._committing: set[asyncio.Task[None]] = set()  # the checkpoint that is being written
+        stack.push_async_callback(cancel_tasks, self._committing)
         if self._restored is not None:
             await self._restore(*self._restored)
         about = {"steps": settings.run.steps, "minutes": settings.run.minutes}
         about |= {"recipe": settings.recipe, "seed": settings.seed}
         emit({"event": "start", "step": self._start} | about)
+        if self._went_back:
+            emit({"event": "warning", "step": self._start, "text": self._went_back})
         if self._restored is None:
             await self._warn(listed=worlds is not None)
         if self._restored is None:
@@ -447,11 +503,13 @@ class Trainer:
                     self._metrics.emit(visits.event())
 
     async def _checkpoint(self, step: int) -> None:
+        """Save the state of now, and commit it as soon as all of it is written."""
+        await self._committed()  # at most one is being written
+        begin = time.perf_counter()
         draft = self._store.begin(step)
         if self._track is not None:
             await self._track.finish()
-        for role, policy in self._policies.items():
-            await policy.save(draft / role)
+        written = [await p.begin_save(draft / role) for role, p in self._policies.items()]
         manifest: dict[str, Any] = {
             "recipe": self.experiment.recipe,
             "seed": self.experiment.seed,
@@ -461,8 +519,31 @@ class Trainer:
         if self._bank is not None and self._track is not None:
             self._bank.fork(draft / "bank", keep_queue=True).close()
             manifest |= {"bank_commit": self._bank.head, "track": self._track.state_dict()}
-        path = await asyncio.to_thread(self._store.commit, draft, step, manifest)
-        self._metrics.emit({"event": "checkpoint", "step": step, "path": str(path)})
+        manifest = json.loads(json.dumps(manifest))  # the run goes on and changes its parts
+
+        async def commit() -> None:
+            for one in written:
+                await one()
+            work = asyncio.ensure_future(
+                asyncio.to_thread(self._store.commit, draft, step, manifest)
+            )
+            try:
+                path = await asyncio.shield(work)
+            finally:  # also when cancelled: the next one that begins must not meet it
+                await asyncio.wait([work])
+            event = {"event": "checkpoint", "step": step, "path": str(path)}
+            self._metrics.emit(event | {"seconds": time.perf_counter() - begin, "begun_s": begun})
+
+        begun = time.perf_counter() - begin
+        self._committing.add(asyncio.create_task(commit()))
+        if not self.experiment.cluster.background_checkpoints:
+            await self._committed()
+
+    async def _committed(self, *, wait: bool = True) -> None:
+        """Raise what a checkpoint failed with; ``wait`` until it is committed."""
+        for task in [task for task in self._committing if wait or task.done()]:
+            self._committing.discard(task)
+            await task
 
     async def _restore(self, folder: Path, manifest: dict[str, Any]) -> None:
         if "methods" not in manifest:

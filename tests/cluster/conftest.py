@@ -17,7 +17,11 @@ def ray_cluster() -> Iterator[Any]:
         "ray", reason="Ray is not installed; `make test-cluster` runs these tests"
     )
     ray.init(
-        num_cpus=4, include_dashboard=False, object_store_memory=200 * 2**20, log_to_driver=False
+        address="local",  # whatever else runs on this machine
+        num_cpus=4,
+        include_dashboard=False,
+        object_store_memory=200 * 2**20,
+        log_to_driver=False,
     )
     yield ray
     ray.shutdown()

@@ -144,6 +144,27 @@ def test_a_fork_after_a_restart_has_everything(
         assert texts(copy) == ["The red door needs the brass key."]
 
 
+def test_a_fork_begins_again_when_the_actor_dies_in_it(
+    actor: BankActor, bank: ActorBank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kill leaves half a copy."""
+    bank.add("The red door needs the brass key.")
+    ask, killed = actor.supervisor.ask, list[int]()
+
+    async def dying(begun: Any, method: str, *arguments: Any) -> Any:
+        if not killed:
+            killed.append(begun.result[2])
+            (tmp_path / "copy").mkdir()
+            (tmp_path / "copy" / "half").touch()
+            os.kill(killed[0], signal.SIGKILL)
+        return await ask(begun, method, *arguments)
+
+    monkeypatch.setattr(actor.supervisor, "ask", dying)
+    with bank.fork(tmp_path / "copy") as copy:
+        assert texts(copy) == ["The red door needs the brass key."]
+    assert killed and not (tmp_path / "copy" / "half").exists()
+
+
 def test_only_the_token_opens_it(actor: BankActor) -> None:
     with pytest.raises(BankError, match="token"):
         ExperienceBank(actor.url)

@@ -6,12 +6,19 @@ import json
 import multiprocessing
 import os
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiential.training.openrlhf.rank_state import INDEX, load_state, save_state, write_index
+from experiential.training.openrlhf.rank_state import (
+    INDEX,
+    BackgroundWriter,
+    load_state,
+    save_state,
+    write_index,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -19,7 +26,10 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 def rank_main(
     rank: int, ranks: int, port: int, stage: int, before: Path | None, after: Path, queue: Any
 ) -> None:
-    """Read a state or train for two steps, then save; every rank trains on the same data."""
+    """Read a state and save it in the background of two steps, or save after two steps.
+
+    Every rank trains on the same data.
+    """
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     import deepspeed
@@ -39,14 +49,20 @@ def rank_main(
             "zero_allow_untested_optimizer": True,
         },
     )
+    writer = BackgroundWriter()
     if before is not None:
         load_state(engine, before)
+        writer.begin(engine, after, rank=rank, ranks=ranks)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        engine.backward(engine(torch.randn(4, 64, dtype=torch.bfloat16)).float().square().sum())
+        engine.step()
+    if before is None:
+        part: Any = save_state(engine, after, rank=rank, ranks=ranks)
     else:
-        for seed in range(2):
-            torch.manual_seed(seed)
-            engine.backward(engine(torch.randn(4, 64, dtype=torch.bfloat16)).float().square().sum())
-            engine.step()
-    queue.put((rank, save_state(engine, after, rank=rank, ranks=ranks)))
+        while (part := writer.part()) is None:
+            time.sleep(0.01)
+    queue.put((rank, part))
 
 
 def run(ranks: int, stage: int, before: Path | None, after: Path) -> dict[str, Any]:

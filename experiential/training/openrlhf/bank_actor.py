@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import shutil
 import signal
 import socket
 import threading
@@ -38,6 +39,7 @@ from experiential.training.openrlhf.supervisor import (
     FailedCallError,
     Incarnation,
     LostActorError,
+    SilentActorError,
     Supervisor,
     answer,
     is_joined,
@@ -307,15 +309,21 @@ class ActorBank(RemoteBank, ForkableBank):  # pyright: ignore[reportIncompatible
         super().__init__(connection, namespace=actor.settings.namespace, **options)
 
     def fork(self, path: str | os.PathLike[str], *, keep_queue: bool = False) -> FolderBank:
-        """Return a writable copy in another folder of this node.
+        """Return a writable copy in another folder of this node; begin again if the actor dies.
 
         Raises:
-            BankError: the bank refused, or the actor died meanwhile or gave no answer in time.
+            BankError: the bank refused, no restart is left, or the actor gave no answer in time.
         """
-        actor, arguments = self._actor, (self.namespace, str(Path(path).resolve()), keep_queue)
-        try:
-            begun = actor.loop.run(actor.started())  # after a restart that is under way
-            actor.loop.run(actor.supervisor.ask(begun, "fork", *arguments))
-        except BackendError as error:
-            raise _bank_error(error) from None
-        return FolderBank(path, namespace=self.namespace, store=CHROMA)
+        path = Path(path).resolve()
+        actor, supervisor, there = self._actor, self._actor.supervisor, path.exists()
+        while True:
+            try:
+                begun = actor.loop.run(actor.started())  # after a restart that is under way
+                work = supervisor.ask(begun, "fork", self.namespace, str(path), keep_queue)
+                actor.loop.run(work)
+                return FolderBank(path, namespace=self.namespace, store=CHROMA)
+            except BackendError as error:
+                lost = isinstance(error, LostActorError) and not isinstance(error, SilentActorError)
+                if not lost or there or not supervisor.alive:
+                    raise _bank_error(error) from None
+                shutil.rmtree(path, ignore_errors=True)  # what the dead one had copied

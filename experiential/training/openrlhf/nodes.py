@@ -22,6 +22,7 @@ from typing import Any
 
 from experiential.config import ClusterSettings
 from experiential.errors import ConfigError
+from experiential.training.openrlhf.build_locks import LONGEST_S, clear_build_locks
 from experiential.training.openrlhf.machine import GpuUse, gpu_uses
 from experiential.training.openrlhf.placement import check_dense
 
@@ -56,6 +57,8 @@ class Facts:
         built: DeepSpeed's operators that were compiled at its installation.
         interfaces: names of the network interfaces.
         sockets: variables that choose an interface.
+        removed: locks of DeepSpeed's builds that were removed, because their owner is dead.
+        locks: old ones whose owner may be on another node.
     """
 
     node: str
@@ -70,6 +73,8 @@ class Facts:
     built: frozenset[str]
     interfaces: tuple[str, ...]
     sockets: Mapping[str, str]
+    removed: tuple[str, ...] = ()
+    locks: tuple[str, ...] = ()
 
 
 def check_nodes(
@@ -133,6 +138,8 @@ def check_nodes(
                     f"Expected {node} to run this package in the same environment, got: {cause};"
                     " install it there at the same path, or share it"
                 ) from error
+            for lock in facts.removed:
+                _log.warning("removed %s on %s: the process that built there is dead", lock, node)
             where = None if output is None else output.absolute()
             for fault in faults(facts, cluster, where, nonce, own):
                 raise ConfigError(fault)
@@ -142,7 +149,7 @@ def check_nodes(
 
 
 def look_around(node: str, nonce_file: str | None, models: Sequence[str], ray_gpus: float) -> Facts:
-    """Return what the process that calls this sees of its node.
+    """Return what the process that calls this sees of its node; clear locks of dead builds.
 
     A file that is not there is waited for: network file systems show new ones late.
     """
@@ -160,6 +167,7 @@ def look_around(node: str, nonce_file: str | None, models: Sequence[str], ray_gp
     with suppress(OSError):
         status = os.statvfs("/dev/shm")
         shm = status.f_blocks * status.f_frsize / 1e9
+    removed, locks = clear_build_locks()
     return Facts(
         node=node,
         nonce=nonce,
@@ -179,6 +187,8 @@ def look_around(node: str, nonce_file: str | None, models: Sequence[str], ray_gp
         ),
         interfaces=tuple(name for _, name in socket.if_nameindex()),
         sockets={name: os.environ[name] for name in _SOCKETS if os.environ.get(name)},
+        removed=tuple(removed),
+        locks=tuple(locks),
     )
 
 
@@ -222,6 +232,13 @@ def faults(
             " /dev/shm there, or start its container with --shm-size=16g"
         )
     yield from _compiler_faults(facts, cluster)
+    for lock in facts.locks:
+        yield (
+            f"Expected no lock of an earlier build of DeepSpeed's operators on {facts.node}, found"
+            f" {lock}, which is older than {LONGEST_S / 60:g} minutes and held by no process there;"
+            " ranks would wait for it without end: unless another node compiles now, remove it with"
+            f" rm {lock}"
+        )
     free = [gpu for gpu in facts.gpus if gpu.used_gb <= HELD_GB]
     if len(free) < min(facts.ray_gpus, len(facts.gpus)):
         held = ", ".join(

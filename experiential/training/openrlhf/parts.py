@@ -23,7 +23,7 @@ from experiential.errors import BackendError
 from experiential.llm.vllm import GRAMMAR
 from experiential.training.openrlhf.causes import shorten
 from experiential.training.openrlhf.learner import Learner, RankStats, Step
-from experiential.training.openrlhf.rank_state import load_state, save_state
+from experiential.training.openrlhf.rank_state import BackgroundWriter, load_state, save_state
 from experiential.training.openrlhf.supervisor import Incarnation, LostActorError, explain
 from experiential.training.runtime import LossSettings, Sample
 
@@ -364,7 +364,7 @@ class _RankMethods:
             )
             frozen = self.strategy.prepare(made)
             frozen.eval()
-        engine = self.actor.model
+        engine, self.writer = self.actor.model, BackgroundWriter()
         self.learner = Learner(
             engine,
             self.tokenizer,
@@ -397,6 +397,14 @@ class _RankMethods:
     def save_state(self, folder: str) -> dict[str, Any]:
         rank, ranks = self._rank, self._world_size
         return save_state(self.actor.model, Path(folder), rank=rank, ranks=ranks)
+
+    def begin_state(self, folder: str) -> None:
+        """Copy the state and write it in the background, until `written_state` has the result."""
+        rank, ranks = self._rank, self._world_size
+        self.writer.begin(self.actor.model, Path(folder), rank=rank, ranks=ranks)
+
+    def written_state(self) -> dict[str, Any] | None:
+        return self.writer.part()
 
     def load_state(self, folder: str) -> dict[str, Any]:
         return load_state(self.actor.model, Path(folder))

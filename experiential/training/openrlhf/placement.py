@@ -417,6 +417,9 @@ def describe_placement(experiment: Experiment, placement: Placement) -> Iterator
         if rank and rank.host:
             optimizer = f"{rank.host * settings.gpus_per_node:.1f} GB on each node"
             hosts.append(f"{optimizer} that trains the {policy.role} (optimiser)")
+        if policy.shape and experiment.cluster.background_checkpoints:
+            copy = STATE_BYTES * policy.shape.parameters / 1e9 / settings.nodes
+            hosts.append(f"{copy:.1f} GB on each node that trains the {policy.role} (checkpoint)")
         if rank and engine and placement.shared:
             moved = (rank.gradients + rank.optimizer) * settings.gpus_per_node
             asleep = moved + engine.weights * policy.engine_gpus

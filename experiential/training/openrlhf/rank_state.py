@@ -8,9 +8,11 @@ write at once; each rank takes its part when it is read again.
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +40,72 @@ def save_state(engine: Any, folder: Path, *, rank: int, ranks: int) -> dict[str,
     Returns:
         this rank's part of the index.
     """
-    save_file: Any = import_module("safetensors.torch").save_file
-    fragments: Any = import_module("deepspeed.utils")
     folder.mkdir(parents=True, exist_ok=True)
-    _link_moments(engine)
     places: dict[str, str] = {}
-    shard: dict[str, torch.Tensor] = {}
+    for file, shard in _shards(engine, rank=rank, ranks=ranks):
+        _write(shard, folder / file)
+        places |= dict.fromkeys(shard, file)
+    return {"places": places, "steps": _steps(engine)}
 
-    def write() -> None:
-        file = f"state-{rank:05d}-{len(set(places.values())):05d}.safetensors"
-        save_file(shard, folder / file)
-        places.update(dict.fromkeys(shard, file))
-        shard.clear()
+
+class BackgroundWriter:
+    """Write the states of a rank in a thread, one after the other, while it trains on.
+
+    A copy of what falls to this rank stays in the machine's memory until it is written.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.Thread()
+        self._part: dict[str, Any] = {}
+        self._error: Exception | None = None
+
+    def begin(self, engine: Any, folder: Path, *, rank: int, ranks: int) -> None:
+        """Copy what `save_state` would write, and begin to write it; all ranks must call it."""
+        if self._thread.is_alive():  # of a run that did not wait for it
+            self._thread.join()
+        shards = [
+            (file, {name: value.clone() for name, value in shard.items()})
+            for file, shard in _shards(engine, rank=rank, ranks=ranks)
+        ]
+        self._part, self._error, steps = {}, None, _steps(engine)
+
+        def write() -> None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                places: dict[str, str] = {}
+                while shards:
+                    file, shard = shards.pop(0)
+                    _write(shard, folder / file)
+                    places |= dict.fromkeys(shard, file)
+                self._part = {"places": places, "steps": steps}
+            except Exception as error:  # noqa: BLE001  (raised by `part`)
+                self._error = error
+
+        self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def part(self) -> dict[str, Any] | None:
+        """Return this rank's part of the index once all is written, until then None.
+
+        Raises:
+            Exception: it could not be written.
+        """
+        if self._thread.is_alive():
+            return None
+        if self._error is not None:
+            raise self._error
+        return self._part
+
+
+def _shards(engine: Any, *, rank: int, ranks: int) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """Gather every tensor on all ranks, and yield those of this rank on the CPU, by file."""
+    fragments: Any = import_module("deepspeed.utils")
+    _link_moments(engine)
+    shard: dict[str, torch.Tensor] = {}
+    files = count()
+
+    def full() -> tuple[str, dict[str, torch.Tensor]]:
+        return f"state-{rank:05d}-{next(files):05d}.safetensors", dict(shard)
 
     sizes = [0] * ranks  # dealt out evenly from the start: ranks that write hold up the others
     for name, parameter in engine.module.named_parameters():
@@ -63,14 +119,21 @@ def save_state(engine: Any, folder: Path, *, rank: int, ranks: int) -> dict[str,
             if writer != rank:
                 continue
             if shard and sum(t.nbytes for t in shard.values()) + value.nbytes > _SHARD_BYTES:
-                write()
+                yield full()
+                shard.clear()
             shard[f"{name}:{key}"] = value.cpu().contiguous()
     if shard:
-        write()
-    # Updates that AdamW has counted, for its bias correction.
+        yield full()
+
+
+def _write(shard: dict[str, torch.Tensor], file: Path) -> None:
+    import_module("safetensors.torch").save_file(shard, file)
+
+
+def _steps(engine: Any) -> int:
+    """Return the updates that AdamW has counted, for its bias correction."""
     states = engine.optimizer.optimizer.state.values()
-    steps = max((int(state["step"]) for state in states if "step" in state), default=0)
-    return {"places": places, "steps": steps}
+    return max((int(state["step"]) for state in states if "step" in state), default=0)
 
 
 def write_index(folder: Path, parts: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial, wraps
@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 from experiential.bank.folder import FolderBank
 from experiential.bank.protocol import ForkableBank
 from experiential.config import ClusterSettings, Experiment, OptimSettings, PolicyClusterSettings
-from experiential.errors import BackendError, ConfigError, ContextError
+from experiential.errors import BackendError, CheckpointError, ConfigError, ContextError
 from experiential.llm.base import Prompt, SamplingParams
 from experiential.llm.models import load_tokenizer, resolve_model
 from experiential.llm.request import ChoiceTrie, PromptEncoder, StopFinder
@@ -36,7 +36,7 @@ from experiential.training.openrlhf.memory import STATE_BYTES
 from experiential.training.openrlhf.nodes import APPEARS_S, check_nodes, check_weights
 from experiential.training.openrlhf.placement import node_bundles, place
 from experiential.training.openrlhf.rank_state import await_files, read_index, write_index
-from experiential.training.openrlhf.reservation import Reservation, reserve
+from experiential.training.openrlhf.reservation import PLACED_S, Reservation, reserve
 from experiential.training.openrlhf.supervisor import (
     Incarnation,
     answers,
@@ -60,6 +60,8 @@ ANSWERS_S = 15.0
 """Time in which the head node of a cluster must answer."""
 SLOWEST_DISK = 50e6
 """Bytes a second that a shared file system takes at least, for time-outs; a guess."""
+_LOOK_S = 0.5
+"""Time between two looks whether ranks have written."""
 M = TypeVar("M", bound=Callable[..., Any])
 
 _FIXED = (
@@ -360,6 +362,41 @@ class OpenRLHFRuntime(PolicyRuntime):
         await asyncio.to_thread(await_files, folder, parts, APPEARS_S)
         write_index(folder, parts, {"name": self.name, "version": self.version})
 
+    async def begin_save(self, folder: Path) -> Callable[[], Awaitable[None]]:
+        """Copy the state of the ranks into their machines' memory, which write it meanwhile.
+
+        Without ``cluster.background_checkpoints``, all is written before it returns.
+        """
+        if not self._cluster.background_checkpoints:
+            return await super().begin_save(folder)
+        return partial(self._written, folder.absolute(), await self._begin_state(folder))
+
+    @_on_cluster_loop
+    async def _begin_state(self, folder: Path) -> int:
+        async with self._computing():
+            await self._all("begin_state", str(folder.absolute()), seconds=self._state_s)
+        return self.version
+
+    @_on_cluster_loop
+    async def _written(self, folder: Path, version: int) -> None:
+        """Wait until all ranks have written their share; they answer between two other calls.
+
+        Raises:
+            LostActorError: a rank died meanwhile.
+            FailedCallError: one could not write.
+            CheckpointError: this process does not see what they wrote.
+        """
+        until = time.monotonic() + self._state_s
+        while not all(parts := await self._all("written_state", seconds=self._state_s)):
+            if time.monotonic() > until:
+                raise CheckpointError(
+                    f"Expected the {self.name}'s ranks to write their state to {folder} within"
+                    f" {self._state_s:g} s, got none of it whole; raise cluster.call_timeout"
+                )
+            await asyncio.sleep(_LOOK_S)
+        await asyncio.to_thread(await_files, folder, parts, APPEARS_S)
+        write_index(folder, parts, {"name": self.name, "version": version})
+
     @_on_cluster_loop
     async def load(self, folder: Path) -> None:
         """Restore a state written by ``save``, and send it to the engines."""
@@ -566,7 +603,8 @@ def join(cluster: ClusterSettings, gpus: int) -> None:
 
     Raises:
         ConfigError: the cluster has fewer than ``gpus`` GPUs or fewer CPUs than are needed, for
-            which Ray would wait without end.
+            which Ray would wait without end; at once, or after `PLACED_S` where other jobs hold
+            them or a node was lost.
     """
     ray: Any = import_module("ray")
     needed = {"GPU": gpus, "CPU": gpus + cluster.env_workers + cluster.remote_bank}
@@ -595,7 +633,7 @@ def join(cluster: ClusterSettings, gpus: int) -> None:
                 include_dashboard=False,
                 log_to_driver=False,
             )
-    found: dict[str, float] = ray.available_resources()
+    found = _free(ray, needed)
     for kind, count in needed.items():
         if found.get(kind, 0) < count:
             raise ConfigError(
@@ -621,6 +659,24 @@ def join(cluster: ClusterSettings, gpus: int) -> None:
             f" largest has {largest:g}; lower cluster.*.gpus_per_node, or give each policy its own"
             " GPUs (cluster.share_gpus=false)"
         )
+
+
+def _free(ray: Any, needed: Mapping[str, float]) -> dict[str, float]:
+    """Return what the cluster has free, once that is enough or nothing promises more.
+
+    A run that was killed gives its GPUs back some seconds later, and a node that was lost may be
+    started again: for both it waits `PLACED_S`.
+    """
+    until = time.monotonic() + PLACED_S
+    while True:
+        free: dict[str, float] = ray.available_resources()
+        total: dict[str, float] = ray.cluster_resources()
+        lost = any(not node["Alive"] for node in ray.nodes())
+        enough = all(free.get(kind, 0) >= count for kind, count in needed.items())
+        held = all(total.get(kind, 0) >= count for kind, count in needed.items())
+        if enough or not (held or lost) or time.monotonic() > until:
+            return free
+        time.sleep(0.5)
 
 
 def _check_address(address: str) -> None:

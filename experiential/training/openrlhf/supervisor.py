@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from experiential.config import ClusterSettings
-from experiential.errors import BackendError, ConfigError, MissingExtraError
+from experiential.errors import BackendError, ConfigError, LostProcessError, MissingExtraError
 from experiential.training.openrlhf.causes import (
     LOG_LINES,
     excerpt,
@@ -26,11 +26,13 @@ from experiential.training.openrlhf.causes import (
 _log = logging.getLogger(__name__)
 _SEARCHED = 300
 """Last lines of a dead actor's log in which its cause is looked for."""
+_NOTICED_S = 10.0
+"""Time in which Ray notices that an actor has died, after the calls of its partners failed."""
 _DEAD_ENGINE = "EngineDeadError"
 """vLLM's error in an actor that is alive after the process that computes has died."""
 
 
-class LostActorError(BackendError):
+class LostActorError(LostProcessError):
     """The Ray actor ``who`` died, was silent or was closed; ``reason`` begins with a verb."""
 
     advice = ""
@@ -128,9 +130,34 @@ def explain(error: BackendError) -> None:
 
 
 async def answers(references: Sequence[Any], who: Sequence[str], seconds: float) -> list[Any]:
-    """Await calls that were made at the same moment; raise the error of the first that fails."""
-    calls = zip(references, who, strict=True)
-    return list(await asyncio.gather(*(answer(call, name, seconds) for call, name in calls)))
+    """Await calls that were made at the same moment to actors that compute together.
+
+    When one of them dies, the calls of the others may fail before Ray notices its death. So an
+    actor that is lost within `_NOTICED_S` of the first failure is named, and not the one that
+    failed.
+
+    Raises:
+        LostActorError, FailedCallError: of one of them, as `answer`.
+    """
+    pairs = zip(references, who, strict=True)
+    calls = [asyncio.ensure_future(answer(reference, name, seconds)) for reference, name in pairs]
+    try:
+        return list(await asyncio.gather(*calls))
+    except FailedCallError as failed:
+        waiting = set(calls)
+        while waiting:
+            done, waiting = await asyncio.wait(
+                waiting, timeout=_NOTICED_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            for call in done:
+                if isinstance(error := call.exception(), LostActorError):
+                    raise error from failed
+            if not done:
+                break
+        raise
+    finally:
+        for call in calls:
+            call.cancel()
 
 
 @dataclass(eq=False)
