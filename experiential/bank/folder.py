@@ -809,10 +809,10 @@ class FolderBank(StateReader, Bank, Shared):
         is_recorded = self._ledger.is_recorded(trajectory.id)
         if not self._queue.put(trajectory.id, holder) if distil else is_recorded:
             return False
-        with group.draft("run", "record", trajectory.id) as draft:
-            if not is_recorded:
+        if not is_recorded:
+            with group.draft("run", "record", trajectory.id) as draft:
                 self._record(draft, self._ledger.compared(trajectory))
-            return True
+        return True
 
     def conclude(self, id: str, success: bool | None, *, judgement: str = "") -> bool:
         self._check_writable()
