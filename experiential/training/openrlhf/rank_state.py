@@ -227,7 +227,9 @@ def _link_moments(engine: Any) -> None:
     for flat in flats or [p for group in zero.optimizer.param_groups for p in group["params"]]:
         if not zero.optimizer.state[flat]:
             moments = {key: torch.zeros_like(flat.data) for key in _KEYS[1:]}
-            zero.optimizer.state[flat].update(step=0, **moments)
+            # torch counts steps by a tensor, DeepSpeed's own optimisers by a number
+            is_torch = isinstance(zero.optimizer, torch.optim.Adam)
+            zero.optimizer.state[flat].update(step=torch.zeros(()) if is_torch else 0, **moments)
     if hasattr(zero, "_hp_optimizer_states_linked"):
         zero._hp_optimizer_states_linked = False
         zero._lazy_init_hp_params_optimizer_state()
