@@ -115,8 +115,11 @@ def measure(rank: int, case: Case) -> dict[str, float]:
     total = sum(len(s.positions) for s in samples)
     rows = [*(each[rank] for each in dealt), ()]  # the last one is empty on both
     result = learner.learn(samples, [learners.Step(rows, total)], LOSS, 0)
-    with deepspeed.zero.GatheredParameters(list(trained.parameters()), enabled=case.stage == 3):
-        changes = [b - p.detach() for b, p in zip(before, trained.parameters(), strict=True)]
+    changes: list[torch.Tensor] = []
+    for was, now in zip(before, trained.parameters(), strict=True):
+        # one by one: of several that it gathers, DeepSpeed waits for the last alone
+        with deepspeed.zero.GatheredParameters([now], enabled=case.stage == 3):
+            changes.append(was - now.detach())
     sums = torch.tensor([result.loss, float(result.forwarded_tokens)])
     torch.distributed.all_reduce(sums)
     return {
