@@ -39,8 +39,8 @@ _DIFFERENCES = """
         ON f.namespace = ?1 AND f.grp = g.grp AND f.condition = 'free' AND f.error IS NULL
             AND f.success IS NOT NULL{free}
     GROUP BY g.grp ORDER BY g.grp"""
-# The + keeps SQLite from the index by namespace, which would read every change at each call.
 LAST_SEQ = "SELECT MAX(seq) FROM changes"
+# The + keeps SQLite from the index by namespace, which would read every change at each call.
 MERGED = """
     SELECT v.id, v.version, json_extract(v.record, '$.provenance.parents') FROM changes c
     CROSS JOIN versions v ON v.namespace = c.namespace AND v.id = c.id
