@@ -114,9 +114,9 @@ class DeviceExecutor:
     def _work(self) -> None:
         import torch  # here, since a program that only names the class need not load it
 
-        # Sharp attention leaves products too small for normal numbers, which a CPU computes up to a
-        # hundred times slower than others: in gradients, most of the time of long rows. The threads
-        # that torch starts from here inherit the mode.
+        # Sharp attention leaves products too small for normal numbers, which a CPU computes many
+        # times slower than others: in gradients, most of the time of long rows. The threads that
+        # torch starts from here inherit the mode.
         torch.set_flush_denormal(True)
         while True:
             job: _Job | None = None

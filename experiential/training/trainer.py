@@ -447,18 +447,19 @@ class Trainer:
     async def _play(self, step: int) -> tuple[list[Episode], float]:
         """Play the episodes of a step; return them, and the seconds that took."""
         settings, begin = self.experiment.actor, time.perf_counter()
-        most = self.experiment.extractor.per_group
+        per_group = self.experiment.extractor.per_group
         with_bank = self._manager is not None and step >= settings.warmup_steps
         guided = settings.guided if with_bank else "none"
-        jobs = self._tasks.jobs(step, settings.groups, settings.group_size, guided, distil=not most)
+        size = settings.groups, settings.group_size
+        jobs = self._tasks.jobs(step, *size, guided, distil=not per_group)
         with self.actor.foreground():
             for method in self._methods:
                 if (episodes := await method.play(jobs)) is not None:
                     break
             else:
                 episodes = await self._rollout.play(jobs)
-        if most and self._manager is not None:
-            for trajectory in telling([episode.trajectory for episode in episodes], most):
+        if per_group and self._manager is not None:
+            for trajectory in telling([episode.trajectory for episode in episodes], per_group):
                 await self._manager.asubmit(trajectory)
         return episodes, time.perf_counter() - begin
 
