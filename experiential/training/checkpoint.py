@@ -19,8 +19,8 @@ _MANIFEST = "manifest.json"
 class CheckpointStore:
     """Keep the checkpoints of one run, in numbered folders.
 
-    A checkpoint becomes visible by one rename, after everything in it was flushed to disk; a kill
-    at any moment leaves the previous one whole.
+    A checkpoint becomes visible by one rename, after everything in it was flushed to disk, and
+    leaves by one before anything in it is removed: whatever a kill leaves visible is whole.
     """
 
     folder: Path
@@ -29,6 +29,8 @@ class CheckpointStore:
     def begin(self, step: int) -> Path:
         """Create an empty folder for the parts of the checkpoint of ``step``."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        for gone in self.folder.glob(".gone-*"):  # a kill came in between
+            shutil.rmtree(gone, ignore_errors=True)
         draft = self.folder / f".draft-{step:06d}"
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir()
@@ -41,11 +43,12 @@ class CheckpointStore:
         for path in (*sorted(draft.rglob("*")), draft):
             _flush(path)
         final = self.folder / f"step-{step:06d}"
-        shutil.rmtree(final, ignore_errors=True)
+        earlier = [_hide(final)] if final.exists() else []
         os.replace(draft, final)
+        earlier += map(_hide, self.all()[: -self.keep])
         _flush(self.folder)
-        for old in self.all()[: -self.keep]:
-            shutil.rmtree(old, ignore_errors=True)
+        for gone in earlier:
+            shutil.rmtree(gone, ignore_errors=True)
         return final
 
     def all(self) -> Sequence[Path]:
@@ -66,6 +69,14 @@ class CheckpointStore:
             raise CheckpointError(
                 f"Expected a readable manifest in {found[-1]}, got: {error}"
             ) from error
+
+
+def _hide(path: Path) -> Path:
+    """Rename a checkpoint that will be removed; return where it is then."""
+    gone = path.with_name(f".gone-{path.name}")
+    shutil.rmtree(gone, ignore_errors=True)
+    os.replace(path, gone)
+    return gone
 
 
 def _flush(path: Path) -> None:

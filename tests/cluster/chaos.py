@@ -35,6 +35,7 @@ from typing import Any
 import psutil
 
 from experiential.bank.folder import FolderBank
+from experiential.errors import BankError
 from experiential.training.metrics import read_events
 
 KINDS = (
@@ -201,17 +202,16 @@ class Chaos:
     def check(self) -> None:
         """Look at each committed checkpoint once."""
         for path in sorted((self.folder / "checkpoints").glob("step-*")):
-            try:
-                key = f"{path.name} {(path / 'manifest.json').stat().st_mtime_ns}"
-                if key in self._checked:
-                    continue
-                wrong = flaws(path)
-            except OSError:  # replaced or removed meanwhile; the next one is looked at
-                if path.is_dir() and (path / "manifest.json").is_file():
-                    self.wrong.append(f"{path.name} cannot be read")
+            key = version(path)
+            if key is None or key in self._checked:
                 continue
-            self._checked.add(key)
-            self.wrong += wrong
+            try:
+                wrong = flaws(path)
+            except (OSError, BankError) as error:
+                wrong = [f"{path.name} cannot be read: {error}"]
+            if version(path) == key:  # else replaced or removed meanwhile; the next is looked at
+                self._checked.add(key)
+                self.wrong += wrong
 
     @property
     def checkpoints(self) -> int:
@@ -221,6 +221,13 @@ class Chaos:
         if self._driver is not None and self._driver.poll() is None:
             self._driver.kill()
             self._driver.wait()
+
+
+def version(path: Path) -> str | None:
+    """Return what tells a committed checkpoint from others of its step; None if it is none."""
+    with suppress(OSError):
+        return f"{path.name} {(path / 'manifest.json').stat().st_mtime_ns}"
+    return None
 
 
 def flaws(path: Path) -> list[str]:
