@@ -96,6 +96,11 @@ class Nodes:
         found = [p for node in nodes for p in node.all_processes.get(kind, ())]
         return [p.process.pid for p in found if p.process.poll() is None]
 
+    @property
+    def is_whole(self) -> bool:
+        """Tell whether the GCS lives, and the raylets of both nodes."""
+        return bool(self.pids("gcs_server")) and len(self.pids("raylet")) == 2
+
     def close(self) -> None:
         """End both."""
         if self._cluster is not None:
@@ -109,7 +114,7 @@ class Chaos:
 
     Attributes:
         kills: what was killed when, and what happened then.
-        starts: how often the command was started.
+        begun: when the command was started last.
         wrong: what is not as it should be.
     """
 
@@ -121,13 +126,14 @@ class Chaos:
         self.kills: list[dict[str, Any]] = []
         self.wrong: list[str] = []
         self.codes: list[int] = []
+        self.begun = 0.0
         self._checked: set[str] = set()
         self._driver: subprocess.Popen[str] | None = None
         self._log = folder.with_suffix(".log")
 
     def start(self) -> None:
         """Start the command, or start it again with --resume."""
-        address = self.nodes.heal()
+        address, self.begun = self.nodes.heal(), time.time()
         what = [f"cluster.address={address}"]
         if (self.folder / "config.yaml").is_file():
             what = ["--resume", *what]
@@ -280,7 +286,8 @@ def play(
             break
         if pending and not survived:
             times = [e["time"] for e in chaos.events() if e["event"] == "step"]
-            if times and times[-1] > pending["time"]:
+            since = max(pending["time"], chaos.begun)
+            if times and times[-1] > since and chaos.nodes.is_whole:
                 survived = True
                 pending["seconds"] = round(times[-1] - pending["time"], 1)
                 say(
@@ -299,8 +306,11 @@ def play(
                 pending = {"kind": kind, "time": time.time(), "step": step}
                 pending |= {"starts": len(chaos.codes), "back": chaos.went_back()}
                 chaos.kills.append(pending)
+                target = rng.choice(sorted(targets))
+                if kind == "raylet":
+                    pending["node"] = "head" if target == targets[0] else "other"
                 with suppress(ProcessLookupError):
-                    os.kill(rng.choice(sorted(targets)), signal.SIGKILL)
+                    os.kill(target, signal.SIGKILL)
     conclude(chaos, pending)
     chaos.check()
     chaos.close()

@@ -97,6 +97,30 @@ def test_a_node_that_misses_the_output_or_the_model_is_named(
     assert f"the model folder {hidden / 'model'} on node" in said and "(127.0.0.2), found" in said
 
 
+def test_a_node_that_died_a_moment_ago_is_no_fault_of_the_settings(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import ray
+    from ray.cluster_utils import Cluster
+
+    from experiential.training.openrlhf.nodes import check_nodes
+
+    node = {"num_cpus": 1, "num_gpus": 1, "object_store_memory": 100 * 2**20}
+    head = node | {"include_dashboard": False}
+    cluster: Any = Cluster(initialize_head=True, head_node_args=head)
+    other = cluster.add_node(**node)
+    ray.init(address=cluster.address, log_to_driver=False)
+    try:
+        [raylet] = other.all_processes["raylet"]
+        raylet.process.kill()
+        assert len([node for node in ray.nodes() if node["Alive"]]) == 2, "Ray has not noticed"
+        check_nodes(ClusterSettings(), tmp_path, ())
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    assert "died while it was looked at" in caplog.text
+
+
 def test_a_port_that_another_program_has_taken_is_no_ray() -> None:
     from experiential.training.openrlhf.runtime import join
 

@@ -148,10 +148,28 @@ def test_a_success_clears_a_word_and_some_failures_are_no_proof(bank: Any) -> No
     assert standing(bank, entries[-1], 0.9).verdict != "suspect"
 
 
-def test_one_bad_lesson_accuses_no_other(bank: Any) -> None:
+def test_general_entries_that_turn_bad_are_not_tried_anew_at_each_relevance(bank: Any) -> None:
     free(bank, *[True, False] * 10)
+    sleepers = [bank.add(f"{order(number)} ({number}).") for number in range(5)]
+    for entry in sleepers:
+        lost(bank, entry, *[0.9, 0.75, 0.6] * 3, success=True)
+    for entry in sleepers[2:]:
+        lost(bank, entry, 0.9)
+    assert standing(bank, sleepers[0], 0.6).verdict != "suspect", "three failed, each once"
+    for entry in sleepers[2:]:
+        lost(bank, entry, 0.9, 0.85), lost(bank, entry, 0.75)
+    last = standing(bank, sleepers[0], 0.6)
+    assert last.failures == 0 and last.verdict == "suspect"
+
+
+@pytest.mark.parametrize("relevances", [[0.9], [0.9, 0.7, 0.5, 0.3]], ids=["near", "everywhere"])
+@pytest.mark.parametrize("baseline", [[True, False], [True] * 19 + [False]])
+def test_one_bad_lesson_accuses_no_other(
+    bank: Any, relevances: list[float], baseline: list[bool]
+) -> None:
+    free(bank, *baseline * 10)
     bad, good = bank.add("Take the iron key.", task=TASK), bank.add("Take a mug.", task=TASK)
-    lost(bank, bad, *[0.9] * 30)
+    lost(bank, bad, *relevances * 30)
     assert standing(bank, good, 0.9).verdict == "unproven"
 
 

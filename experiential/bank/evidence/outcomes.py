@@ -17,8 +17,9 @@ with it, from a file or a client, count for nothing.
   every word that an entry adds to its query and task has a cumulative sum of the log likelihood
   ratio of harm (``HARM`` times the baseline) over no effect, never below zero (Page 1954). An entry
   with a word whose sum has reached ``PROVEN`` is suspect, whatever its own past; a success frees
-  the word. Of failures of one entry in a row the first counts, so that many entries must fail to
-  accuse another. Good words prove nothing, since whoever writes poison can borrow them.
+  the word. Of failures of one entry in a row those count that are the first near their relevance,
+  ``ACCUSES`` at most, so that several entries must fail to accuse another. Good words prove
+  nothing, since whoever writes poison can borrow them.
 * **Interval.** Difference of two success rates, entry minus baseline, valid at any time however
   often one looks: each rate has a beta-binomial mixture confidence sequence (Robbins 1970; Howard
   et al. 2021, section 3), with half of the error probability each.
@@ -31,6 +32,7 @@ import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -62,6 +64,8 @@ CAUTION = 2
 """Failures added to the baseline before an entry is accused of harm: few episodes tell little."""
 PROVEN = math.log(1 / ERROR)
 """Cumulative sum at which a word is suspect."""
+ACCUSES = 2
+"""Failures in a row of one entry that accuse its words at most: no entry accuses another alone."""
 _BAND = 0.05
 _MEANS, _STRENGTHS = np.meshgrid((np.arange(20) + 0.5) / 20, [0.1, 0.3, 1.0, 3.0, 10.0, 30.0])
 _WINS, _LOSSES = _MEANS * _STRENGTHS, (1 - _MEANS) * _STRENGTHS
@@ -164,7 +168,7 @@ class Outcomes:
                 wins, losses = _faded([one for one in past if _is_near(one, relevance)])
                 kind = (round(relevance / _BAND), min(said, SAID_MOST))
                 self._entries[kind].note(wins, losses, won)
-                if won or not past or past[-1].won:  # else its own record says it already
+                if won or _is_new(past, relevance):  # else its own record says it already
                     self._accuse(content, task, won)
                 past.append(Played(relevance, won, task))
                 self._all_used.append(past[-1])
@@ -288,6 +292,7 @@ class Outcomes:
         wins, losses = self._baseline(task)
         rate = wins / (wins + losses + CAUTION)
         change = math.log(HARM if won else (1 - HARM * rate) / (1 - rate))
+        change = min(change, PROVEN / (ACCUSES + 1))
         for word in _added_words(content, task):
             self._harm[word] = min(max(0.0, self._harm.get(word, 0.0) + change), PROVEN)
             (self._proven.add if self._harm[word] >= PROVEN else self._proven.discard)(word)
@@ -305,6 +310,18 @@ def _added_words(content: Content, query: str) -> set[str]:
 
 def _is_near(one: Played, relevance: float) -> bool:
     return abs(one.relevance - relevance) <= NEARBY
+
+
+def _is_new(past: deque[Played], relevance: float) -> bool:
+    """Return whether a failure of an entry accuses its words.
+
+    It does as the first near its relevance since the last success, at most ``ACCUSES`` times.
+    """
+    counted = list[float]()
+    for one in reversed([*takewhile(lambda one: not one.won, reversed(past))]):
+        if not any(abs(one.relevance - other) <= NEARBY for other in counted):
+            counted.append(one.relevance)
+    return len(counted) < ACCUSES and all(abs(relevance - one) > NEARBY for one in counted)
 
 
 def _faded(past: Sequence[Played]) -> tuple[float, float]:

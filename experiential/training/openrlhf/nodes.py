@@ -120,11 +120,16 @@ def check_nodes(
                 None if file is None else str(file),
                 folders,
                 free.get(id_, {}).get("GPU", 0.0),
-            ): name
+            ): id_
             for id_, name in nodes.items()
         }
         done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=LOOK_S)
-        for reference, node in asked.items():
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        for reference, id_ in asked.items():
+            node = nodes[id_]
+            if id_ not in alive:  # the run takes others, or waits until it is back
+                _log.warning("%s died while it was looked at", node)
+                continue
             if reference not in done:
                 raise ConfigError(
                     f"Expected an answer of {node} within {LOOK_S:g} s, got none; look at it with"
