@@ -379,7 +379,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--runs", type=int, default=5, help="runs that share the kills")
     parser.add_argument("--calm", type=int, default=None, help="runs without kills; default: runs")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--patience", type=float, default=900.0, help="seconds for a step")
     parser.add_argument("settings", nargs="*", help="of the runs, after those of SETTINGS")
