@@ -170,8 +170,8 @@ class Chaos:
         if kind == "raylet":
             return self.nodes.pids("raylet")
         title = {
-            "engine core": "RolloutEngine", "engine actor": "RolloutEngine", "rank": "PolicyRank",
-            "env worker": "EnvHost", "bank": "BankHost",
+            "engine core": "::Rollout", "engine actor": "::Rollout", "rank": "::PolicyRank",
+            "env worker": "::EnvHost", "bank": "::BankHost",
         }[kind]  # fmt: skip
         found = list[int]()
         for raylet in self.nodes.pids("raylet"):
@@ -318,6 +318,7 @@ def play(
     if sorted(steps) != [*range(1, chaos.steps + 1)]:
         chaos.wrong.append(f"steps are {sorted(steps)}")
     tail = [steps[n] for n in sorted(steps)[-8:]]
+    rewards = [e["reward"] for e in tail if e["reward"] is not None]  # None: no episode ended
     return {
         "seed": chaos.seed,
         "code": code,
@@ -327,7 +328,7 @@ def play(
         "exit_codes": chaos.codes,
         "checkpoints": chaos.checkpoints,
         "wrong": chaos.wrong,
-        "reward": statistics.mean(e["reward"] for e in tail) if tail else None,
+        "reward": statistics.mean(rewards) if rewards else None,
         "entries": tail[-1]["entries"] if tail else None,
         "actor_version": tail[-1]["actor_version"] if tail else None,
         "extractor_updates": tail[-1]["extractor_updates"] if tail else None,

@@ -19,6 +19,7 @@ import os
 import random
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -36,6 +37,8 @@ from tests.cluster.stub_engine import EngineDeadError
 TOKENS = 65536
 """More than the tokenizer has."""
 LR = 0.3
+UPDATE_S = float(os.environ.get("LIGHT_UPDATE_S", "0"))
+"""Time that an engine takes for weights."""
 KEYS = ("weight", "exp_avg", "exp_avg_sq")
 LESSON = '<answer>[{"op":"add","text":"Pull the lever that was right in vault %d."}]</answer>'
 
@@ -58,6 +61,7 @@ def compute(pipe: Any, seed: int) -> None:
             [chosen] = rng.choices(range(len(answers)), chances)
             result = chosen, math.log(chances[chosen] / sum(chances))
         elif method == "update_weight":
+            time.sleep(UPDATE_S)
             weights = arguments[0]
         pipe.send((number, result))
 

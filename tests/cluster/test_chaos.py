@@ -5,11 +5,15 @@ The long form is `make chaos KILLS=50`.
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed; `make test-cluster` runs these tests")
@@ -44,3 +48,33 @@ def test_a_run_survives_the_death_of_a_rank_an_engine_and_its_driver(folder: Pat
     assert outcomes["rank"] == "went back to its checkpoint"
     assert outcomes["engine core"] != "command started again"
     assert found["checkpoints"] >= 4
+
+
+def is_broadcasting(rank: int) -> bool:
+    """Return whether a rank sends weights now, as Ray writes into the name of its process."""
+    return "broadcast_to_vllm" in " ".join(psutil.Process(rank).cmdline())
+
+
+def test_ranks_that_wait_for_one_that_gave_up_a_broadcast_are_not_waited_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.cluster.chaos import Chaos, Nodes
+
+    monkeypatch.setenv("LIGHT_UPDATE_S", "4")
+    nodes = Nodes(folder / "ray")
+    chaos = Chaos(nodes, folder / "run", 0, 4, ["cluster.call_timeout=900"])
+    try:
+        chaos.start()
+        while sum(map(is_broadcasting, chaos.targets("rank"))) < 2:  # both of the actor
+            assert chaos.tend() is None
+            time.sleep(0.2)
+        for core in chaos.targets("engine core"):
+            os.kill(core, signal.SIGKILL)
+        killed = time.monotonic()
+        while (code := chaos.tend()) is None:
+            assert time.monotonic() - killed < 400.0
+            time.sleep(0.5)
+    finally:
+        chaos.close()
+        nodes.close()
+    assert (code, chaos.codes, chaos.went_back(), chaos.wrong) == (0, [0], 1, [])

@@ -39,6 +39,8 @@ from experiential.training.openrlhf.rank_state import await_files, read_index, w
 from experiential.training.openrlhf.reservation import PLACED_S, Reservation, reserve
 from experiential.training.openrlhf.supervisor import (
     Incarnation,
+    LostActorError,
+    SilentActorError,
     answers,
     explain,
     is_joined,
@@ -62,6 +64,8 @@ SLOWEST_DISK = 50e6
 """Bytes a second that a shared file system takes at least, for time-outs; a guess."""
 _LOOK_S = 0.5
 """Time between two looks whether ranks have written."""
+_FREED_S = 60.0
+"""Time in which all ranks must leave a broadcast that one of them gave up."""
 M = TypeVar("M", bound=Callable[..., Any])
 
 _FIXED = (
@@ -477,9 +481,23 @@ class OpenRLHFRuntime(PolicyRuntime):
                         before, held = held, await engines.pause()
                         if held == before:
                             raise
+                        await self._freed()
             finally:
                 await engines.resume()
         self._served = version
+
+    async def _freed(self) -> None:
+        """Wait until all ranks have left a broadcast that one of them could not finish.
+
+        Raises:
+            LostActorError: one is held by a collective operation without the others.
+        """
+        try:
+            await self._all("__ray_ready__", seconds=min(_FREED_S, self._cluster.call_timeout))
+        except SilentActorError as error:
+            raise LostActorError(
+                error.who, "waits for ranks that gave up a broadcast when an engine died"
+            ) from error
 
     async def _send(self, actors: list[Incarnation]) -> None:
         """Send the weights to these actors, connected first if they are others than before."""

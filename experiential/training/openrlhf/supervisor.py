@@ -39,7 +39,7 @@ class LostActorError(LostProcessError):
 
     def __init__(self, who: str, reason: str) -> None:
         super().__init__(f"Expected {who} to be alive, but it {reason}{self.advice}")
-        self.reason = reason
+        self.who, self.reason = who, reason
 
 
 class SilentActorError(LostActorError):
