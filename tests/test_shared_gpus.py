@@ -21,7 +21,13 @@ from typing import Any
 import pytest
 
 from experiential.config import ClusterSettings, Experiment, PolicyClusterSettings
-from experiential.errors import BackendError, CheckpointError, ConfigError, EnvError
+from experiential.errors import (
+    BackendError,
+    CheckpointError,
+    ConfigError,
+    EnvError,
+    LostProcessError,
+)
 from experiential.llm import vllm
 from experiential.llm.base import SamplingParams
 from experiential.recipe import load_experiment
@@ -79,6 +85,8 @@ class Gpus:
     """That anything takes which is not held."""
     dies: list[str] = field(default_factory=list[str])
     """Who dies while weights are sent, which then fails."""
+    stuck: set[str] = field(default_factory=set[str])
+    """Ranks that stay in a broadcast which another rank gave up."""
     elsewhere: set[str] = field(default_factory=set[str])
     """Ranks whose files the trainer cannot see."""
 
@@ -234,6 +242,10 @@ class Rank(Actor):
             del self.gpus.starting[self.name]
             self.note(answer, "start", (PARAMETERS, True))
         return answer
+
+    def on___ray_ready__(self, answer: Future[Any]) -> None:
+        if self.name not in self.gpus.stuck:
+            answer.set_result(True)
 
     def on_reload_states(self, answer: Future[Any]) -> None:
         assert self.gpus.awake() <= {f"{self.role} rank"}, f"no room beside {self.gpus.awake()}"
@@ -763,6 +775,17 @@ async def test_weights_are_sent_again_without_the_engine_that_dies_meanwhile(
         await asyncio.sleep(0.001)
     assert "actor rank 0: reconnect engine 4 and engine 1" in gpus.calls
     assert (gpus.calls[-1], apart.restarts) == ("engine 1: resume", 1)
+
+
+async def test_a_rank_that_stays_in_a_broadcast_which_another_gave_up_is_lost(
+    apart: OpenRLHFRuntime, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtimes, "_FREED_S", 0.05)
+    gpus.dies.append("engine 0")
+    gpus.stuck.add("actor rank 0")
+    with pytest.raises(LostProcessError, match="actor rank 0 .* waits for ranks that gave up"):
+        await apart.sync()
+    assert gpus.take()[-1] == "engines: resume"
 
 
 async def test_a_rank_that_fails_without_a_lost_engine_ends_the_sync(
