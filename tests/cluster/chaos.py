@@ -1,14 +1,15 @@
 """Kill processes of cluster runs at random moments, and look whether the runs end as others do.
 
     tests/cluster/run PYTHON -m tests.cluster.chaos [--kills 50] [--seed 1] [--runs 5]
-        [--kinds "engine core,rank"] [--results FILE] [settings]
+        [--kinds "engine core,rank"] [--real] [--results FILE] [settings]
 
 Each run is `experiential-train` on a Ray of two nodes of this machine: two ranks and two engines
 of the actor, one of each of the extractor, an env worker and the bank in actors. What stands for
 vLLM and DeepSpeed is small (`tests.cluster.light`); all else is real. A kill is SIGKILL to one
 process of a kind that is drawn, at a moment that is drawn within the two steps after the last kill
 was survived. When the command ends otherwise than with 0, it is started again with ``--resume``, as
-a batch system or a shell loop does, and so is a node that was killed.
+a batch system or a shell loop does, and so is a node that was killed. With ``--real``, engines and
+ranks are vLLM and DeepSpeed, and take minutes to start.
 
 Runs without kills are made first; they say what noise is.
 """
@@ -19,6 +20,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -51,6 +53,12 @@ SETTINGS = (
     "cluster.actor.gpus_per_node=2", "cluster.extractor.engines=1",
     "cluster.extractor.gpus_per_node=1",
     *(f"cluster.{role}.{setting}" for role in ("actor", "extractor") for setting in POLICY),
+)  # fmt: skip
+
+REAL = (
+    "cluster.start_timeout=1200", "cluster.call_timeout=240",
+    *(f"cluster.{role}.{setting}" for role in ("actor", "extractor")
+      for setting in ("gpu_memory=0.2", "vllm.enforce_eager=true")),
 )  # fmt: skip
 
 
@@ -119,10 +127,18 @@ class Chaos:
     """
 
     def __init__(
-        self, nodes: Nodes, folder: Path, seed: int, steps: int, settings: Sequence[str] = ()
+        self,
+        nodes: Nodes,
+        folder: Path,
+        seed: int,
+        steps: int,
+        settings: Sequence[str] = (),
+        *,
+        real: bool = False,
     ) -> None:
         self.nodes, self.folder, self.seed, self.steps = nodes, folder, seed, steps
-        self.settings = [*SETTINGS, *settings]
+        self.settings = [*SETTINGS, *(REAL if real else ()), *settings]
+        self._module = "experiential.cli.train" if real else "tests.cluster.light"
         self.kills: list[dict[str, Any]] = []
         self.wrong: list[str] = []
         self.codes: list[int] = []
@@ -140,7 +156,7 @@ class Chaos:
         else:
             what = ["--recipe", "complementary", "--runtime", "openrlhf", *self.settings, *what]
             what += [f"run.steps={self.steps}", f"seed={self.seed}"]
-        command = [sys.executable, "-m", "tests.cluster.light", "--plain"]
+        command = [sys.executable, "-m", self._module, "--plain"]
         with self._log.open("a") as log:
             log.write(f"--- start {len(self.codes) + 1}\n")
             log.flush()
@@ -186,7 +202,7 @@ class Chaos:
     def _cores(worker: psutil.Process) -> Iterator[int]:
         for child in worker.children():
             with suppress(psutil.Error):
-                if "spawn_main" in " ".join(child.cmdline()):
+                if re.search("spawn_main|VLLM::EngineCore", " ".join(child.cmdline())):
                     yield child.pid
 
     def tend(self) -> int | None:
@@ -383,6 +399,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--patience", type=float, default=900.0, help="seconds for a step")
+    parser.add_argument("--real", action="store_true", help="vLLM and DeepSpeed, not stand-ins")
     parser.add_argument("settings", nargs="*", help="of the runs, after those of SETTINGS")
     parser.add_argument("--folder", type=Path, default=None)
     parser.add_argument("--results", type=Path, default=None)
@@ -400,7 +417,14 @@ def main() -> None:
         stack.callback(nodes.close)
         for number, share in enumerate([[]] * count + shares):
             runs, seed = (calm, number) if number < count else (wild, number - count)
-            one = Chaos(nodes, folder / f"run-{number}", seed, options.steps, options.settings)
+            one = Chaos(
+                nodes,
+                folder / f"run-{number}",
+                seed,
+                options.steps,
+                options.settings,
+                real=options.real,
+            )
             stack.callback(one.close)
             runs.append(play(one, share, rng, options.patience))
             print(json.dumps(runs[-1] | {"kills": len(runs[-1]["kills"])}), flush=True)
