@@ -90,7 +90,7 @@ $(CLUSTER_SMOLLM2): | $(CLUSTER_STAMP)
 test-cluster: cluster  ## the cluster engine on the CPU: Ray, vLLM and DeepSpeed with two tiny policies
 	@tests/cluster/run $(CLUSTER_VENV)/bin/python tests/cluster $(ARGS)
 
-chaos: cluster  ## kill KILLS processes of cluster runs (hours for 50) and look whether all end as others do; SEED=2 draws other moments
+chaos: cluster  ## kill KILLS processes of cluster runs (half an hour for 50) and look whether all end as others do; SEED=2 draws other moments
 	@tests/cluster/run $(CLUSTER_VENV)/bin/python -m tests.cluster.chaos --kills $(if $(filter command line,$(origin KILLS)),$(KILLS),50) --seed $(SEED) --results benchmarks/results/chaos.json $(ARGS)
 
 test-bare:  ## the three lines after a bare installation, on each supported Python
