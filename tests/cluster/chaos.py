@@ -303,7 +303,12 @@ def play(
         if pending and not survived:
             times = [e["time"] for e in chaos.events() if e["event"] == "step"]
             since = max(pending["time"], chaos.begun)
-            if times and times[-1] > since and chaos.nodes.is_whole:
+            noticed = chaos.nodes.is_whole and (  # by Ray, and by the run, which no rank can leave
+                pending["kind"] != "rank"
+                or chaos.went_back() > pending["back"]
+                or len(chaos.codes) > pending["starts"]
+            )
+            if noticed and times and times[-1] > since:
                 survived = True
                 pending["seconds"] = round(times[-1] - pending["time"], 1)
                 say(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,6 +16,12 @@ class EngineDeadError(Exception):
     """Stands for vLLM's."""
 
 
+def compute(pipe: Any) -> None:
+    """Start a worker, as vLLM's engine process does, that does not notice the end of others."""
+    pipe.send(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1e6)"]).pid)
+    time.sleep(1e6)
+
+
 class RolloutRayActor:
     """Answer requests while not held; after the death of its process calls get no answer, as in
     vLLM 0.29.
@@ -21,8 +29,10 @@ class RolloutRayActor:
 
     async def __init__(self, **_: Any) -> None:
         spawn = multiprocessing.get_context("spawn")
-        self._core = spawn.Process(target=time.sleep, args=(1e6,), daemon=True)
+        ours, theirs = spawn.Pipe()
+        self._core = spawn.Process(target=compute, args=(theirs,), daemon=True)
         self._core.start()
+        self._worker: int = await asyncio.to_thread(ours.recv)
         self._free = asyncio.Event()
         self._free.set()
         self.llm = self
@@ -35,8 +45,8 @@ class RolloutRayActor:
     def get_num_unfinished_requests(self) -> int:
         return 0
 
-    def pids(self) -> tuple[int, int | None]:
-        return os.getpid(), self._core.pid
+    def pids(self) -> tuple[int, int | None, int]:
+        return os.getpid(), self._core.pid, self._worker
 
     async def _utility(self) -> None:
         if self.errored:

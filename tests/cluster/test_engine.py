@@ -270,11 +270,11 @@ async def test_a_killed_engine_is_replaced_by_one_with_the_weights_of_now(
     assert kl(flat(await actor.score(samples)), flat([s.logprobs for s in samples])) < 1e-3
 
 
-def processes(ray: Any, handle: Any) -> tuple[psutil.Process, psutil.Process]:
-    """The process of an engine's actor, and vLLM's own below it."""
+def processes(ray: Any, handle: Any) -> list[psutil.Process]:
+    """The process of an engine's actor, and vLLM's own below it: its engine, then its workers."""
     actor = psutil.Process(ray._private.state.actors(handle._actor_id.hex())["Pid"])
     (core,) = [child for child in actor.children() if child.name().startswith("VLLM::")]
-    return actor, core
+    return [actor, core, *core.children(recursive=True)]
 
 
 @pytest.mark.parametrize("which", [1, 0], ids=["vllm", "actor"])
@@ -291,7 +291,7 @@ async def test_a_process_killed_unnoticed_is_replaced_and_leaves_none_behind(
     samples = samples_of(await responses(extractor))
     assert kl(flat(await extractor.score(samples)), flat([s.logprobs for s in samples])) < 1e-3
     gone, alive = psutil.wait_procs(killed, timeout=60)
-    assert len(gone) == 2, alive
+    assert len(gone) == len(killed) >= 2, alive
 
 
 async def test_a_checkpoint_is_resumed_on_two_ranks_with_zero_3_and_a_dead_rank_is_named(

@@ -70,8 +70,8 @@ class Pool:
         self.engines.note_weights(actors)
         await self.engines.resume()
 
-    async def pids(self, number: int) -> tuple[int, int]:
-        """Of the actor, and of the process that computes."""
+    async def pids(self, number: int) -> tuple[int, int, int]:
+        """Of the actor, of the process that computes, and of its worker."""
         engine = self.engines.engines[number]
         return await engine.ask(engine.current, "pids")
 
@@ -116,7 +116,7 @@ async def test_a_killed_process_costs_no_request_and_no_update(pool: Pool, which
 
 async def test_a_call_under_way_fails_when_the_process_that_computes_dies(pool: Pool) -> None:
     engine = pool.engines.engines[0]
-    (_, core), actor = await pool.pids(0), engine.current
+    (_, core, _), actor = await pool.pids(0), engine.current
     call = asyncio.create_task(engine.ask(actor, "update_weight"))
     await asyncio.sleep(0)
     psutil.Process(core).kill()

@@ -42,6 +42,8 @@ _WATCHED = (
 _WATCHDOG = """
 import os, signal, sys
 processes = [os.pidfd_open(int(pid)) for pid in sys.argv[1:]]
+if os.fork():
+    os._exit(0)  # no child of the actor, whose children Ray ends with it
 sys.stdin.read()
 for process in processes:
     try:
@@ -239,20 +241,23 @@ def _engine_actor() -> Any:
     """Return OpenRLHF's engine actor, extended for the death of one of its two processes.
 
     When vLLM's engine process has died, calls fail; vLLM itself leaves those without an answer that
-    were under way, except for ``generate``. When the actor dies, it takes the engine process along,
-    which would otherwise hold the GPU memory that the next engine needs.
+    were under way, except for ``generate``. When the actor dies, it takes the engine process and
+    its workers along, which would otherwise hold the GPU memory that the next engine needs.
     """
     module = import_module("openrlhf.trainer.ray.vllm_engine")
     base: Any = module.RolloutRayActor.__ray_metadata__.modified_class
 
     async def start(self: Any, *arguments: Any, **named: Any) -> None:
         await base.__init__(self, *arguments, **named)
-        children = [str(child.pid) for child in multiprocessing.active_children()]
+        psutil: Any = import_module("psutil")  # vLLM has it
+        engines = [psutil.Process(child.pid) for child in multiprocessing.active_children()]
+        workers = [worker for engine in engines for worker in engine.children(recursive=True)]
         self.watchdog = subprocess.Popen(  # kept: the end of its stdin is the actor's end
-            [sys.executable, "-c", _WATCHDOG, *children],
+            [sys.executable, "-c", _WATCHDOG, *(str(one.pid) for one in (*engines, *workers))],
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
+        self.watchdog.wait()  # until it watches
 
     def watched(name: str) -> Any:
         async def method(self: Any, *arguments: Any, **named: Any) -> Any:
