@@ -140,6 +140,8 @@ def test_a_start_that_fails_after_a_loss_is_tried_again_and_a_first_one_is_not(
     events, _ = run(tmp_path / "later", {4})
     assert FragileRuntime.opened == 3
     assert [e["step"] for e in events if e["event"] == "step"] == [1, 2, 3, 3, 4, 5]
+    said = [e["text"] for e in events if "the run goes on" in e.get("text", "")]
+    assert ["actor rank 1" in said[0], "node two" in said[1]] == [True, True], "each reason is told"
 
 
 BACKGROUND = ("cluster.background_checkpoints=true", "run.steps=6", "run.checkpoint_every=2")

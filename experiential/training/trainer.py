@@ -96,7 +96,8 @@ class Trainer:
         self._observer, self._given, self._warnings = observer, runtimes, tuple(warnings)
         self._start = self._at = 0
         self._opened = self._reopening = False
-        self._began, self._went_back = 0.0, ""
+        self._began = 0.0
+        self._went_back: list[str] = []  # texts that say why, until the log holds them
         self._restarts: list[int] = []  # step of each checkpoint that the run went on from
         self._evaluated = self.output / "evaluation" / EPISODES_FILE  # episodes of evaluations
         self._visits: list[Visits] = []
@@ -224,7 +225,8 @@ class Trainer:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         place = f"its checkpoint of step {step}" if found else "its beginning"
         limit = self.experiment.cluster.restarts
-        self._went_back = f"{error}; the run goes on from {place}, restart {again + 1} of {limit}"
+        text = f"{error}; the run goes on from {place}, restart {again + 1} of {limit}"
+        self._went_back.append(text)
 
     async def _tidy(self) -> None:
         """Leave the entries of each task that are about it and did best, as ``bank.keep`` says."""
@@ -305,8 +307,8 @@ class Trainer:
         about = {"steps": settings.run.steps, "minutes": settings.run.minutes}
         about |= {"recipe": settings.recipe, "seed": settings.seed}
         emit({"event": "start", "step": self._start} | about)
-        if self._went_back:
-            emit({"event": "warning", "step": self._start, "text": self._went_back})
+        while self._went_back:
+            emit({"event": "warning", "step": self._start, "text": self._went_back.pop(0)})
         if self._restored is None:
             await self._warn(listed=worlds is not None)
         if self._restored is None:
