@@ -1,13 +1,16 @@
 """Measure whether the extractor gets better, by entries written in each fifth of a training.
 
     python -m benchmarks.extractor_uplift RUN [RUN ...] [--name vault] [--entries 30] [--seeds 6]
-        [--results benchmarks/results/extractor_uplift.json]
+        [--kin] [--results benchmarks/results/extractor_uplift.json]
 
 Runs are of one recipe and environment, with different seeds. For each entry, the final actor of its
 run plays the world that the entry was learned in, on fresh seeds, once with exactly this entry
 shown and once with nothing. The difference is the entry's uplift; actor and seeds are the same for
 early and late entries, so what differs is who wrote them. An entry comes in its first version;
 those that are no longer in the bank are not seen.
+
+With ``--kin`` the actor plays another training vault, whose name begins with the same word: under a
+law, an entry is worth what it does there.
 
 Results of other environments in the file stay.
 """
@@ -50,10 +53,17 @@ def written(bank: FolderBank, fifth: int, count: int, seed: int) -> list[Experie
     return entries[:count]
 
 
+def kin(task: str, worlds: dict[str, int]) -> int:
+    """Return the next vault, by name, whose name begins with the same word."""
+    first = " ".join(task.split()[:-1])
+    tasks = sorted(one for one in worlds if " ".join(one.split()[:-1]) == first)
+    return worlds[tasks[(tasks.index(task) + 1) % len(tasks)]]
+
+
 async def play(
-    final: FinishedRun, entries: Sequence[Experience], worlds: dict[str, int], seeds: int
+    final: FinishedRun, entries: Sequence[Experience], worlds: Sequence[int], seeds: int
 ) -> np.ndarray:
-    """Return the success with and without each entry on its own world, shape (2, entries)."""
+    """Return the success with and without each entry on its world, shape (2, entries)."""
     manager, env = Shown(), final.experiment.env
     rollout = Rollout(env, env.train, manager, final.actor, slots=64)
     rates = np.zeros((2, len(entries)))
@@ -61,7 +71,7 @@ async def play(
         manager.entry = entry
         jobs = [
             Job(
-                Task(episode_seed(77, i, s), f"{i}.{s}", {"world": worlds[entry.task or ""]}),
+                Task(episode_seed(77, i, s), f"{i}.{s}", {"world": worlds[i]}),
                 condition,
                 episode_seed(78, i, s),
             )
@@ -74,7 +84,9 @@ async def play(
     return rates
 
 
-async def study(runs: Sequence[Path], count: int, seeds: int) -> dict[str, Any]:
+async def study(
+    runs: Sequence[Path], count: int, seeds: int, *, of_kin: bool = False
+) -> dict[str, Any]:
     """Measure the uplift of the entries of each fifth, with examples of their text."""
     tables: list[list[np.ndarray]] = [[] for _ in range(FIFTHS)]
     examples: list[list[dict[str, Any]]] = [[] for _ in range(FIFTHS)]
@@ -87,7 +99,11 @@ async def study(runs: Sequence[Path], count: int, seeds: int) -> dict[str, Any]:
             worlds = {env.reset(seed=0, options={"world": w})[1]["task"]: w for w in env.worlds}
             for fifth in range(FIFTHS):
                 entries = written(final.bank, fifth, count, seed=0)
-                tables[fifth].append(await play(final, entries, worlds, seeds))
+                played = [
+                    kin(one.task or "", worlds) if of_kin else worlds[one.task or ""]
+                    for one in entries
+                ]
+                tables[fifth].append(await play(final, entries, played, seeds))
                 examples[fifth] += [{"task": e.task, "text": e.text} for e in entries[:3]]
     least = min(table.shape[1] for of in tables for table in of)  # the same for all runs
     rates = np.array([[table[:, :least] for table in of] for of in tables])
@@ -113,11 +129,13 @@ def main() -> None:
     parser.add_argument("--name", default="vault", help="of the environment, in the results")
     parser.add_argument("--entries", type=int, default=30, help="of each fifth and run, at most")
     parser.add_argument("--seeds", type=int, default=6)
+    parser.add_argument("--kin", action="store_true", help="play a vault of the same first word")
     parser.add_argument(
         "--results", type=Path, default=Path("benchmarks/results/extractor_uplift.json")
     )
     options = parser.parse_args()
-    found = asyncio.run(study(options.runs, options.entries, options.seeds))
+    made = study(options.runs, options.entries, options.seeds, of_kin=options.kin)
+    found = asyncio.run(made)
     known = json.loads(options.results.read_text("utf-8")) if options.results.exists() else {}
     keep(known | {options.name: found}, options.results)
 

@@ -30,6 +30,7 @@ import json
 import sys
 import tempfile
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
+import gymnasium as gym
 import numpy as np
 import torch
 
@@ -46,6 +48,8 @@ from experiential.bank.bank import ExperienceBank
 from experiential.bank.manager import ExperienceManager
 from experiential.bank.manager_like import NoBank
 from experiential.config import EnvSettings, ModelSettings, OptimSettings
+from experiential.envs.alfworld.env import ALFWorldEnv
+from experiential.envs.text_env import Step
 from experiential.llm.engine import Engine
 from experiential.recipe import load_experiment
 from experiential.rollout import Rollout, TaskSource, world_count
@@ -73,11 +77,19 @@ ENVIRONMENTS: dict[str, tuple[EnvSettings, dict[str, Any]]] = {
         ),
         {},
     ),
+    "alfworld-drawn": (
+        EnvSettings(
+            id="experiential-benchmarks/DrawnALFWorld-v0",
+            kwargs={"data": "made", "households": 40, "turns": 30},
+            max_turns=30,
+        ),
+        {},
+    ),
 }
 """Settings of the environment and of its actor. Vault is the hardest case: two turns, and prompts
 that a group shares without a bank.
 """
-USUAL = tuple(name for name in ENVIRONMENTS if name != "alfworld")
+USUAL = tuple(name for name in ENVIRONMENTS if not name.startswith("alfworld"))
 """Environments that need no package of their own."""
 LESSONS = [
     f"Look at the {place} first and remember what happened on try {i}."
@@ -104,6 +116,22 @@ left out.
 STEPS = 4, 4
 """Steps that are not counted, and that are. A world is visited in four steps, so four steps hold
 each visit equally often."""
+
+
+class DrawnALFWorld(ALFWorldEnv):
+    """Call a drawn half of the lost episodes won, so that policies which win none are updated.
+
+    Costs are as in ALFWorld; what is learned means nothing.
+    """
+
+    def _turn(self, action: str) -> Step:
+        observation, reward, won, spent, info = super()._turn(action)
+        if spent and zlib.crc32(" ".join(self._commands).encode()) % 2:
+            return observation, 1.0, True, False, info | {"success": True}
+        return observation, reward, won, spent, info
+
+
+gym.register("experiential-benchmarks/DrawnALFWorld-v0", DrawnALFWorld)
 
 
 class Handed(NoBank):

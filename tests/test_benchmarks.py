@@ -446,6 +446,14 @@ def test_early_and_late_entries_are_those_of_the_first_and_last_fifth_in_their_f
         }
 
 
+def test_kin_of_a_vault_is_the_next_one_whose_name_begins_with_the_same_word() -> None:
+    worlds = {
+        f"Open the vault of {name}.": i for i, name in enumerate(("A Y", "B X", "A Z", "A X"))
+    }
+    found = [extractor_uplift.kin(f"Open the vault of {name}.", worlds) for name in ("A X", "A Z")]
+    assert found == [0, 3]
+
+
 def test_the_bank_benchmark_runs_small_and_its_arms_find_the_same(tmp_path: Path) -> None:
     found = bank.search(300, tmp_path / "search")
     assert found["disk_bytes_per_entry"] > 4 * bank.DIMENSION
@@ -533,3 +541,19 @@ def test_the_settings_of_every_baseline_load(row: baselines.Row) -> None:
 def test_recipes_of_benchmarks_can_be_loaded(recipe: Path) -> None:
     experiment = load_experiment(str(recipe), ["bank.path=records"])
     assert experiment.model.name == "smollm2" and experiment.actor.options.advice == "observation"
+
+
+@pytest.mark.slow
+def test_a_drawn_half_of_the_lost_episodes_of_alfworld_is_called_won() -> None:
+    pytest.importorskip("textworld", reason="make alfworld installs it")
+    env = gym.make("experiential-benchmarks/DrawnALFWorld-v0", data="made", turns=1)
+    won = list[bool]()
+    for _ in range(2):
+        _, info = env.reset(seed=0, options={"world": 0})
+        for place in range(6):
+            _, reward, _, _, after = env.step(info["admissible"][place])
+            won.append(after["success"])
+            assert reward == after["success"]
+            env.reset(seed=0, options={"world": 0})
+    env.close()
+    assert set(won) == {True, False} and won[:6] == won[6:], "drawn, and the same again"
