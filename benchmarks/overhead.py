@@ -80,8 +80,8 @@ ENVIRONMENTS: dict[str, tuple[EnvSettings, dict[str, Any]]] = {
     "alfworld-drawn": (
         EnvSettings(
             id="experiential-benchmarks/DrawnALFWorld-v0",
-            kwargs={"data": "made", "households": 40, "turns": 30},
-            max_turns=30,
+            kwargs={"data": "made", "households": 40, "turns": 10},
+            max_turns=10,  # the tiny model's context ends after about 18
         ),
         {},
     ),

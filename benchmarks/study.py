@@ -143,7 +143,9 @@ ENVIRONMENTS = {
         ),
         curve=("eval.every=12", "eval.worlds=60", "eval.visits=1", "eval.arms=[off, frozen]"),
         final=("eval.worlds=120", "eval.visits=2"),
-        recipes=("grpo", "static-online", "complementary", "template", "history"),
+        recipes=(
+            "grpo", "static-online", "complementary", "complementary-no-kl", "template", "history",
+        ),
         arm="frozen",
         beside=("vault-law-note",),
     ),
