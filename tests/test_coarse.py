@@ -16,7 +16,7 @@ from experiential.types import Add, Distillation, Generation, ParsedOperations, 
 ENTRIES, QUERIES = coarse.FEWEST + 700, 40
 
 pytestmark = pytest.mark.skipif(
-    coarse.int8_product() is None, reason="needs onnxruntime, which multiplies the rounded vectors"
+    coarse.int8_product() is None, reason="needs onnxruntime, with an exact product"
 )
 
 

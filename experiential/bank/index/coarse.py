@@ -1,7 +1,7 @@
 """Find what may be among the nearest of many vectors, for many queries, by products of integers.
 
 Vectors are turned by a random rotation, so that their components are about equally large whatever
-made them, and rounded to eight bits. ``onnxruntime``, which comes with Chroma, multiplies such
+made them, and rounded to eight bits or seven. ``onnxruntime``, which comes with Chroma, multiplies such
 matrices several times as fast as NumPy multiplies float32 where the processor has an instruction
 for it, and still twice as fast with seven bits where it has none. The products only leave out what
 cannot be among the best; cosines in float32 decide.
@@ -40,7 +40,7 @@ _HIDDEN = -(1 << 30)
 
 @lru_cache(1)
 def int8_product() -> Int8Product | None:
-    """Return the product of matrices of uint8 and int8 in int32; None without ``onnxruntime``.
+    """Return the product of matrices of uint8 and int8 in int32; None where it is not exact.
 
     It is exact for numbers up to `largest_code` on the left.
     """
@@ -60,7 +60,7 @@ def int8_product() -> Int8Product | None:
         [found] = session.run(None, {"left": left, "right": right})
         return found
 
-    return product
+    return product if _is_exact(product, 127) else None
 
 
 @lru_cache(1)
@@ -71,9 +71,12 @@ def largest_code() -> int:
     which 2 * 127 * 127 does not reach.
     """
     product = int8_product()
-    assert product is not None
-    left, right = np.full((64, 64), 255, np.uint8), np.full((64, 64), 127, np.int8)
-    return 255 if (product(left, right) == 64 * 255 * 127).all() else 127
+    return 255 if product is not None and _is_exact(product, 255) else 127
+
+
+def _is_exact(product: Int8Product, largest: int) -> bool:
+    left, right = np.full((64, 64), largest, np.uint8), np.full((64, 64), 127, np.int8)
+    return all((product(left, sign * right) == sign * 64 * largest * 127).all() for sign in (1, -1))
 
 
 class Codes:
@@ -84,7 +87,7 @@ class Codes:
         self._codes = np.zeros((0, 0), dtype=np.uint8)
         self._count = 0
         self._rotation: Vector = np.zeros((0, 0), dtype=np.float32)
-        self._half = 127  # codes lie so far around it
+        self._half = 127  # codes go from 1 to 2 * _half + 1
         self._step = 1.0
         self._error = 0.0  # largest distance of a vector from its rounded one
 
