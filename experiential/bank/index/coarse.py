@@ -1,10 +1,10 @@
 """Find what may be among the nearest of many vectors, for many queries, by products of integers.
 
 Vectors are turned by a random rotation, so that their components are about equally large whatever
-made them, and rounded to eight bits or seven. ``onnxruntime``, which comes with Chroma, multiplies such
-matrices several times as fast as NumPy multiplies float32 where the processor has an instruction
-for it, and still twice as fast with seven bits where it has none. The products only leave out what
-cannot be among the best; cosines in float32 decide.
+made them, and rounded to eight bits, or to seven. ``onnxruntime``, which comes with Chroma,
+multiplies such matrices several times as fast as NumPy multiplies float32 where the processor has
+an instruction for it, and still twice as fast with seven bits where it has none. The products only
+leave out what cannot be among the best; cosines in float32 decide.
 """
 
 from __future__ import annotations
