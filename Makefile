@@ -67,7 +67,7 @@ test: install  ## the fast tests
 	@$(PYTEST) -m "not slow and not cluster" -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-slow: install  ## the tests that train
-	@$(PYTEST) -m "slow and not cluster" $(ARGS) || [ $$? -eq 5 ]  # 5: no test is marked slow
+	@$(PYTEST) -m "slow and not cluster" -n $(WORKERS) --dist worksteal $(ARGS) || [ $$? -eq 5 ]  # 5: no test is marked slow
 
 cluster: $(CLUSTER_STAMP) $(CLUSTER_SMOLLM2)  ## make the environment of the cluster engine's CPU tests (4 GB)
 

@@ -185,7 +185,7 @@ async def test_the_ratio_of_smollm2_is_one_at_unchanged_weights() -> None:
     llm = models.open_model(ModelSettings(name="smollm2", dtype="bfloat16"))
     assert isinstance(llm, TransformersLLM)
     policy, mismatch = LocalRuntime(llm, OptimSettings(lr=1e-30)), list[float]()
-    for sampling in SAMPLINGS:
+    for sampling in SAMPLINGS[2::2]:  # a kept set, choices, a schema
         stats = await policy.train(await drawn(policy, sampling), LossSettings(mini_batches=3))
         assert stats.metrics["kl"] < 1e-9, sampling
         assert stats.metrics["ratio"] == pytest.approx(1.0, abs=1e-3), sampling

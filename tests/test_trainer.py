@@ -362,7 +362,7 @@ def test_kill_at_any_moment_and_resume(tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "experiential.cli.train", "--recipe", "complementary", "--plain",
         "--output", str(tmp_path / "run"), *SMALL,
-        f"model.name={tmp_path / 'model'}", "run.steps=40", "run.checkpoint_every=1",
+        f"model.name={tmp_path / 'model'}", "run.steps=24", "run.checkpoint_every=1",
         "eval.before=false", "eval.after=false",
     ]  # fmt: skip
     log = tmp_path / "run" / "episodes.jsonl"
@@ -379,8 +379,8 @@ def test_kill_at_any_moment_and_resume(tmp_path: Path) -> None:
             stderr=subprocess.PIPE,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
-        # Counted in steps, not seconds: a fast machine plays all 40 before a clock would kill.
-        enough = played + int(rng.integers(0, 6))
+        # Counted in steps, not seconds: a fast machine plays all 24 before a clock would kill.
+        enough = played + int(rng.integers(0, 5))
         while process.poll() is None and kills < 5:
             if log.exists() and log.read_bytes().count(b"\n") > enough:
                 time.sleep(rng.uniform(0, 0.1))
@@ -395,9 +395,9 @@ def test_kill_at_any_moment_and_resume(tmp_path: Path) -> None:
     assert process.returncode == 0
     assert kills == 5
     events = read_events(log)
-    assert [e["step"] for e in events] == list(range(1, 41))
+    assert [e["step"] for e in events] == list(range(1, 25))
     expected = [
-        task.seed for step in range(40) for task in TaskSource(EnvSettings(), 6, 0).tasks(step, 2)
+        task.seed for step in range(24) for task in TaskSource(EnvSettings(), 6, 0).tasks(step, 2)
     ]
     assert [row["seed"] for e in events for row in e["rows"][::4]] == expected
 
