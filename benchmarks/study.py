@@ -214,7 +214,7 @@ ENVIRONMENTS["vault-smollm2"] = Setup(
     final=("eval.worlds=40", "eval.visits=2"),
     recipes=(
         "grpo", "static-online-all-guided", "complementary-all-guided", "template-all-guided",
-        "history",
+        "history", "erl",
     ),
     profile="small",
     records=True,
