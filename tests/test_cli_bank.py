@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import shutil
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -444,12 +443,22 @@ def put_behind(folder: Path) -> None:
     index.close()
 
 
-def lose(folder: Path) -> None:
-    shutil.rmtree(folder / "chroma")
-
-
 def garble(folder: Path) -> None:
     (folder / "chroma" / "chroma.sqlite3").write_bytes(b"no database" * 100)
+
+
+def test_an_index_that_is_not_made_yet_is_no_fault(folder: Path, run: Run, tmp_path: Path) -> None:
+    assert run("backup", folder, tmp_path / "copy")[0] == 0
+    id = next(iter(by_text(run, folder).values()))
+    told(run, "purge", folder, id, "--yes")
+    for bank in (folder, tmp_path / "copy"):
+        rows = told(run, "doctor", bank)
+        index = next(row for row in rows if row["what"] == "default: index")
+        assert index["status"] == "note" and "no folder chroma" in index["found"]
+        told(run, "add", bank, "Look behind the clock.")
+        rows = told(run, "doctor", bank)
+        index = next(row for row in rows if row["what"] == "default: index")
+        assert index["status"] == "ok"
 
 
 @pytest.mark.parametrize(
@@ -459,7 +468,6 @@ def garble(folder: Path) -> None:
         (turn_one, "1 of 3 entries compared"),
         (age_one, "1 of 3 entries compared"),
         (put_behind, "at position 1, the journal at 3"),
-        (lose, "missing"),
         (garble, "cannot be opened"),
     ],
 )

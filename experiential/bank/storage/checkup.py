@@ -136,7 +136,7 @@ def _contents(folder: Path, *, with_index: bool) -> Iterator[Finding]:
             if (file := mapped_file(folder, namespace)).exists():
                 yield _mapped(file, journal)
             if with_index:
-                yield _found(f"{namespace}: index", *_index(folder, history, namespace))
+                yield _index(folder, history, namespace)
     except (sqlite3.DatabaseError, ValueError) as error:
         yield _found("journal", f"cannot be read: {error}", restore)
     finally:
@@ -180,13 +180,14 @@ def _found(what: str, found: str, mend: str = "") -> Finding:
     return Finding(what=what, status="wrong" if mend else "ok", found=found, mend=mend)
 
 
-def _index(folder: Path, history: History, namespace: str) -> tuple[str, str]:
-    """Return what was found of an index, and what mends it."""
+def _index(folder: Path, history: History, namespace: str) -> Finding:
+    """Compare an index with the journal; a folder that is not there yet is no fault."""
+    what = f"{namespace}: index"
     site = recorded_site(folder, namespace, history)
     if site is None:
-        return "all entries are in memory", ""
+        return _found(what, "all entries are in memory")
     if not history.last_seq():
-        return "nothing to index", ""
+        return _found(what, "nothing to index")
     rebuild = (
         f"experiential bank rebuild {shlex.quote(str(folder))} --namespace {shlex.quote(namespace)}"
     )
@@ -196,10 +197,12 @@ def _index(folder: Path, history: History, namespace: str) -> tuple[str, str]:
             wrong = _disagreement(site, history)
         except IndexLostError as error:
             mend = f"start it (chroma run), or have the index in the folder again: {rebuild}"
-            return str(error), f"{mend} --store {CHROMA}"
+            return _found(what, str(error), f"{mend} --store {CHROMA}")
         whole, wrong = f"at {site.store}: {whole}", wrong and f"at {site.store}: {wrong}"
     elif not site.folder.is_dir():
-        wrong = f"the folder {site.folder.name} is missing"
+        # As `purge` and `backup` leave it.
+        found = f"there is no folder {site.folder.name}; the next writer makes it"
+        return Finding(what=what, status="note", found=found, mend=f"to have it now: {rebuild}")
     else:
         with TemporaryDirectory(prefix="experiential-doctor-") as scratch:
             # A copy, because opening a store may change its files.
@@ -210,7 +213,7 @@ def _index(folder: Path, history: History, namespace: str) -> tuple[str, str]:
             except IndexLostError as error:
                 reason = " ".join(str(error.__cause__ or error).split())
                 wrong = f"the folder of the index cannot be opened or read: {reason}"
-    return (wrong, rebuild) if wrong else (whole, "")
+    return _found(what, wrong, rebuild) if wrong else _found(what, whole)
 
 
 def _disagreement(site: Site, history: History) -> str:
