@@ -151,6 +151,18 @@ def opened(
     return "harmless" if found == known else "SILENT", found, ""
 
 
+def unrestored(
+    after: dict[str, Any], before: dict[str, Any], known: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what a writer shows, without settings set aside that it wrote again as they were."""
+    found = {name: part for name, part in after.items() if name != "first"}
+    if before and after:
+        again = [row for row in known["rows"]["meta"] if row not in before["rows"]["meta"]]
+        meta = [row for row in after["rows"]["meta"] if row not in again]
+        found["rows"] = after["rows"] | {"meta": meta}
+    return found
+
+
 def is_kept(folder: Path, after: dict[str, Any]) -> bool:
     """Return whether a bank, opened again after a writer, is whole and as that writer had it."""
     result, again, _ = opened(folder, after, read_only=True)
@@ -228,7 +240,7 @@ def run(
                 lacking = {id for id in intact if got.get(id, "") != texts[id]}
             written, after, _ = opened(folder, known, read_only=False)
             first = found.pop("first", [])
-            after_all = {name: part for name, part in after.items() if name != "first"}
+            after_all = unrestored(after, found, known)
             is_other = (written, after_all) != (result, found)
             # Before the journal was checked: as it was, or as what is named leaves it.
             both = zip(first, known["first"], found.get("again", []), strict=False)

@@ -255,7 +255,8 @@ def run(cuts: int, seed: int = 1, *, keep: Path | None = None) -> dict[str, Any]
                     aside = any(image.glob("bank/chroma.damaged-*"))
                     counts["an index set aside by this cut or an earlier one"] += aside
                     if found:
-                        named += [f"{one.name}: {fault}" for fault in found[:NAMED]]
+                        named += (said := [f"{one.name}: {fault}" for fault in found[:NAMED]])
+                        print(*said, sep="\n", flush=True)
                         if keep is not None:
                             put(one.files, keep / image.name)
                     elif number >= chosen and after is None:

@@ -76,6 +76,41 @@ def test_a_changed_text_is_named_set_aside_and_the_rest_served(
     assert lost.id in next(one for one in examine(folder) if one.what == "journal").found
 
 
+def test_an_embedder_whose_name_is_lost_is_found_by_its_vectors(
+    folder: Path, tmp_path: Path
+) -> None:
+    changed(folder, "UPDATE meta SET value = 'hashing-257' WHERE key = 'embedder'")
+    recover(folder, tmp_path / "new")
+    for bank_folder in (folder, tmp_path / "new"):
+        with xp.ExperienceBank(bank_folder, read_only=True) as bank:
+            assert bank.search("lesson 2")[0].experience.text == "lesson 2"
+        with xp.ExperienceBank(bank_folder) as bank:
+            bank.add("lesson 4")
+        with xp.ExperienceBank(bank_folder, read_only=True) as bank:
+            assert bank.embedder.id == "hashing-256"
+            assert bank.search("lesson 4")[0].experience.text == "lesson 4"
+
+
+def test_a_bank_whose_embedder_nobody_knows_is_read_and_says_what_to_pass(tmp_path: Path) -> None:
+    def lengths(texts: list[str]) -> list[list[float]]:
+        return [[len(text), 1.0] for text in texts]
+
+    folder, new = tmp_path / "bank", tmp_path / "new"
+    with xp.ExperienceBank(folder, embedder=lengths, store="exact") as bank:
+        bank.add("a lesson")
+    changed(folder, "DELETE FROM meta WHERE key = 'embedder'")
+    for read_only in (True, False):
+        with xp.ExperienceBank(folder, read_only=read_only) as bank:
+            assert [entry.text for entry in bank] == ["a lesson"]
+            with pytest.raises(BankError, match="pass it as embedder="):
+                bank.search("a lesson")
+    recover(folder, new, embedder=lengths)
+    with xp.ExperienceBank(new, read_only=True, embedder=lengths) as bank:
+        assert bank.search("a lesson")[0].experience.text == "a lesson"
+    with pytest.raises(BankError, match="'hashing-256'"):
+        xp.ExperienceBank(new, embedder="hashing")
+
+
 def test_a_row_that_is_gone_shows_in_the_chain_of_commits(folder: Path) -> None:
     changed(folder, "DELETE FROM versions WHERE commit_id = 2")
     with xp.ExperienceBank(folder, read_only=True) as bank:

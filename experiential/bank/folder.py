@@ -31,6 +31,7 @@ from experiential.bank.index.embed import (
     UnknownEmbedder,
     Vector,
     embed_entries,
+    embedder_behind,
     embedder_id,
     recorded_embedder,
     resolve_embedder,
@@ -243,31 +244,26 @@ class FolderBank(StateReader, Bank, Shared):
     ) -> None:
         meta = self._history.meta if mapped is None else mapped[0].stamp.facts.get
         recorded = meta("embedder")
-        if (
-            recorded is None
-            and mapped is None
-            and embedder is None
-            and not self._history.is_empty()
-        ):
-            raise BankError(
-                f"Expected the journal in {str(self.path)!r} to name the embedder of its entries,"
-                " got none, its row is damaged; pass embedder="
-            )
         if recorded is not None and embedder is None:
             chosen = recorded_embedder(recorded, meta("embedder_name"))
+        elif embedder is None and mapped is None and not self._history.is_empty():
+            chosen = self._unnamed_embedder()
         else:
             chosen = resolve_embedder(embedder)
-            id = embedder_id(chosen)
-            if recorded not in (None, id) and (mapped or not self._history.is_empty()):
+            if recorded not in (None, embedder_id(chosen)) and (
+                mapped or not self._history.is_empty()
+            ):
                 raise BankError(
-                    f"Expected the embedder {recorded!r} that this bank was made with, got {id!r};"
-                    " pass that one, or export the bank and import it into a new one"
+                    f"Expected the embedder {recorded!r} that this bank was made with, got"
+                    f" {embedder_id(chosen)!r}; pass that one, or export the bank and import it"
+                    " into a new one"
                 )
-            if recorded != id and not self.read_only:
-                self._history.set_meta("embedder", id)
             name = getattr(chosen, "recorded", embedder)
             if isinstance(name, str) and not self.read_only:  # found later without asking
                 self._history.set_meta("embedder_name", name)
+        id = embedder_id(chosen)
+        if recorded != id and not self.read_only and not isinstance(chosen, UnknownEmbedder):
+            self._history.set_meta("embedder", id)
         self.embedder: TextEmbedder = CachedEmbedder(chosen)
         self._dimension = int(meta("dimension") or 0)
         if mapped is not None:
@@ -291,6 +287,13 @@ class FolderBank(StateReader, Bank, Shared):
             follower.on_advance, follower.patience = weakly(self._settle), nearest.patience
             if follower.is_behind() or nearest.is_large:
                 follower.wake()
+
+    def _unnamed_embedder(self) -> Embedder:
+        """Return the embedder of a journal whose row with its name is damaged, by the vectors."""
+        live = self._history.live(self._history.head())
+        keys = [EntryKey(one.experience.text, one.experience.task) for one in live.entries]
+        found = embedder_behind(dict(zip(keys, live.vectors, strict=False)))
+        return found or UnknownEmbedder("unknown", "the row with its name is damaged")
 
     def _written(self, most_vectors: float) -> LiveEntries:
         """Return the live entries of a checked journal: from a mapped file of just this state.

@@ -276,7 +276,7 @@ def _entries(
             for id, one in wanted(entries, exact).items():
                 chosen.setdefault(id, (name, one))
     added = {name: [one for source, one in chosen.values() if source == name] for name in sources}
-    if chosen:
+    if chosen or embedder is not None:
         with FolderBank(to, namespace=namespace, embedder=embedder) as bank:
             for name in sources:
                 file = to / f"{name}.jsonl"

@@ -8,9 +8,12 @@ import re
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -317,3 +320,30 @@ def embed_entries(
     vectors = embedder([key.text for key in keys] + [key.task or key.text for key in keys])
     mixed = normalise(vectors[: len(keys)] + TASK_WEIGHT * vectors[len(keys) :])
     return dict(zip(keys, mixed, strict=True))
+
+
+_SAMPLE = 8
+_SAME = 1e-3  # of two unit vectors, however an embedder batched its texts
+
+
+def embedder_behind(vectors: Mapping[EntryKey, Vector]) -> Embedder | None:
+    """Return the built-in embedder that gives these vectors of entries; None if neither does.
+
+    For a journal that no longer names its embedder. Half of a sample must agree, because an entry
+    may have been embedded under another task than it has now.
+    """
+    sample = dict(islice(vectors.items(), _SAMPLE))
+    sizes = {len(vector) for vector in sample.values()}
+    if len(sizes) != 1:
+        return None
+    for make in (partial(HashingEmbedder, *sizes), default_embedder):
+        with suppress(MissingExtraError, ConfigError, ValueError):  # also a size that it has not
+            embedder = make()
+            given = embed_entries(CachedEmbedder(embedder), list(sample))
+            same = (
+                given[key].shape == vector.shape and np.allclose(given[key], vector, atol=_SAME)
+                for key, vector in sample.items()
+            )
+            if 2 * sum(same) >= len(sample):
+                return embedder
+    return None
