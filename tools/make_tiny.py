@@ -97,8 +97,9 @@ def source(kind: str, seed: int) -> Callable[[], Any]:
 
     if kind == "tiny":
         return tiny_corpus.sampler(seed)
-    taught = kind == "earned-taught"
-    return earned_corpus.sampler(seed, earned_corpus.TAUGHT if taught else earned_corpus.HALF)
+    games, stage = kind.split("-")
+    sampler = earned_corpus.sampler if games == "earned" else earned_corpus.lake_sampler
+    return sampler(seed, earned_corpus.TAUGHT if stage == "taught" else earned_corpus.HALF)
 
 
 def make_corpus(
@@ -154,6 +155,7 @@ def train(
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
+    torch.set_flush_denormal(True)  # sharp attention is slow in them
     data = np.load(path)
     ends = np.cumsum(data["lengths"])
     spans = np.stack([ends - data["lengths"], ends], axis=1)
@@ -310,7 +312,8 @@ def main() -> None:
     corpus.add_argument("--conversations", type=int, default=120_000)
     corpus.add_argument("--seed", type=int, default=0)
     corpus.add_argument("--tokenizer", type=Path, help="folder of a tokenizer to use as it is")
-    corpus.add_argument("--kind", default="tiny", choices=("tiny", "earned-taught", "earned-half"))
+    kinds = ("tiny", "earned-taught", "earned-half", "lakes-taught", "lakes-half")
+    corpus.add_argument("--kind", default="tiny", choices=kinds)
     fit = commands.add_parser("train")
     fit.add_argument("path", type=Path)
     fit.add_argument("folder", type=Path)
