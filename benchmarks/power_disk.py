@@ -218,6 +218,8 @@ class _Reader:
             if Path(path) == self._said and name == "write":
                 self._changes.append(Said(texts[0].decode()))
             elif Path(path.removesuffix(" (deleted)")).is_relative_to(self._home):
+                if descriptor not in self._nodes:
+                    raise RuntimeError(f"The log lacks the opening of {path}, before a {name}")
                 self._change(name, descriptor, b"".join(texts)[:result], numbers, result, since)
 
     def _place(self, path: bytes, opened: list[tuple[str, str]]) -> tuple[Folder, str] | None:
