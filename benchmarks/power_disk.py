@@ -218,6 +218,9 @@ class _Reader:
             if Path(path) == self._said and name == "write":
                 self._changes.append(Said(texts[0].decode()))
             elif Path(path.removesuffix(" (deleted)")).is_relative_to(self._home):
+                if name == "lseek":  # also by a copy of a descriptor, of a folder that is listed
+                    self._positions[descriptor] = result
+                    return
                 if descriptor not in self._nodes:
                     raise RuntimeError(f"The log lacks the opening of {path}, before a {name}")
                 self._change(name, descriptor, b"".join(texts)[:result], numbers, result, since)
@@ -267,9 +270,7 @@ class _Reader:
             self._changes.append(Sync(node, since))
             return
         assert isinstance(node, File)
-        if call == "lseek":
-            self._positions[descriptor] = result
-        elif call == "ftruncate":
+        if call == "ftruncate":
             self._resize(node, numbers[0])
         elif call == "fallocate":
             self._resize(node, max(node.size, numbers[-1] + numbers[-2]))
