@@ -141,13 +141,13 @@ earned-model: install  ## train the tiny model on for worlds whose memory must b
 	@$(BIN)/python -m tools.make_tiny train build/earned/half/corpus.npz build/earned/model --start build/earned/taught/model $(EARNED)
 	@$(BIN)/python -m tools.earned_probes build/earned/model
 
-# The same two stages, lakes in dialects alone.
-LAKES := --batch 32 --epochs 1 --dtype float32 --prompt-weight 0.02
-lakes-model: install  ## train the tiny model on for lakes in dialects, into build/lakes (an hour)
+# The first stage teaches, the second has half of the moves skilled and more lessons.
+LAKES := --lr 1e-3 --batch 32 --epochs 1 --dtype float32 --prompt-weight 0.02
+lakes-model: install  ## train the tiny model on for lakes in dialects, into build/lakes (75 minutes)
 	@$(BIN)/python -m tools.make_tiny corpus build/lakes/taught/corpus.npz --kind lakes-taught --conversations 50400 --seed 1 $(EARNED_CORPUS)
-	@$(BIN)/python -m tools.make_tiny train build/lakes/taught/corpus.npz build/lakes/taught/model --start experiential/llm/tiny --lr 1e-3 $(LAKES)
-	@$(BIN)/python -m tools.make_tiny corpus build/lakes/half/corpus.npz --kind lakes-half --conversations 6400 --seed 3 $(EARNED_CORPUS)
-	@$(BIN)/python -m tools.make_tiny train build/lakes/half/corpus.npz build/lakes/model --start build/lakes/taught/model --lr 5e-4 $(LAKES)
+	@$(BIN)/python -m tools.make_tiny train build/lakes/taught/corpus.npz build/lakes/taught/model --start experiential/llm/tiny $(LAKES)
+	@$(BIN)/python -m tools.make_tiny corpus build/lakes/half/corpus.npz --kind lakes-half --conversations 19200 --seed 5 $(EARNED_CORPUS)
+	@$(BIN)/python -m tools.make_tiny train build/lakes/half/corpus.npz build/lakes/model --start build/lakes/taught/model $(LAKES)
 	@$(BIN)/python -m tools.earned_probes build/lakes/model
 
 clean:  ## remove what make made, the environment excepted

@@ -26,7 +26,7 @@ from tools.earned_corpus import (
 from tools.tiny_corpus import Sample
 
 SAMPLES = [make() for make in [sampler(3)] for _ in range(1500)]
-LAKES = [make() for make in [lake_sampler(3)] for _ in range(300)]
+LAKES = [make() for make in (lake_sampler(3), lake_sampler(3, "taught")) for _ in range(200)]
 TEXT = ["\n".join(m["content"] for m in sample) for sample in SAMPLES + LAKES]
 SURE = dict.fromkeys(TAUGHT, 1.0)
 

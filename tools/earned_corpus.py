@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 from experiential.agents.prompts import experience_block, prompt_set
 from experiential.envs.dialect import DIRECTIONS
@@ -366,14 +367,21 @@ class DialectTasks:
         return _written(text, update)
 
 
-def lake_sampler(seed: int, skill: Mapping[str, float] = HALF) -> Callable[[], Sample]:
-    """Return a seeded source of conversations about lakes in dialects alone."""
+def lake_sampler(seed: int, stage: Literal["taught", "half"] = "half") -> Callable[[], Sample]:
+    """Return a seeded source of conversations about lakes in dialects alone.
+
+    The second stage teaches lessons, which take longest to form, and unlearns half of the moves.
+    """
     rng = random.Random(seed)
-    dialect, reading = DialectTasks(rng, skill), ReadingTasks(rng)
-    tasks: list[tuple[float, Callable[[], Sample]]] = [
-        (0.40, dialect.act), (0.20, dialect.ways), (0.10, dialect.words), (0.12, dialect.moves),
-        (0.15, dialect.distill), (0.03, reading.copy),
-    ]  # fmt: skip
+    if stage == "taught":
+        dialect, reading = DialectTasks(rng, TAUGHT), ReadingTasks(rng)
+        tasks: list[tuple[float, Callable[[], Sample]]] = [
+            (0.40, dialect.act), (0.20, dialect.ways), (0.10, dialect.words),
+            (0.12, dialect.moves), (0.15, dialect.distill), (0.03, reading.copy),
+        ]  # fmt: skip
+    else:
+        dialect = DialectTasks(rng, TAUGHT | {"walk": HALF["walk"]})
+        tasks = [(0.20, dialect.act), (0.33, dialect.moves), (0.47, dialect.distill)]
     weights, makers = [w for w, _ in tasks], [m for _, m in tasks]
     return lambda: rng.choices(makers, weights)[0]()
 

@@ -97,9 +97,10 @@ def source(kind: str, seed: int) -> Callable[[], Any]:
 
     if kind == "tiny":
         return tiny_corpus.sampler(seed)
-    games, stage = kind.split("-")
-    sampler = earned_corpus.sampler if games == "earned" else earned_corpus.lake_sampler
-    return sampler(seed, earned_corpus.TAUGHT if stage == "taught" else earned_corpus.HALF)
+    if kind in ("lakes-taught", "lakes-half"):
+        return earned_corpus.lake_sampler(seed, "taught" if kind == "lakes-taught" else "half")
+    taught = kind == "earned-taught"
+    return earned_corpus.sampler(seed, earned_corpus.TAUGHT if taught else earned_corpus.HALF)
 
 
 def make_corpus(
