@@ -76,6 +76,15 @@ def test_a_changed_text_is_named_set_aside_and_the_rest_served(
     assert lost.id in next(one for one in examine(folder) if one.what == "journal").found
 
 
+def test_the_default_embedder_is_found_by_its_vectors(tmp_path: Path) -> None:
+    with xp.ExperienceBank(tmp_path, store="exact") as bank:
+        bank.add("lesson 2", task="a task")
+    changed(tmp_path, "DELETE FROM meta WHERE key = 'embedder'")
+    with xp.ExperienceBank(tmp_path, read_only=True) as bank:
+        assert bank.search("lesson")[0].experience.text == "lesson 2"
+        assert "MiniLM" in bank.embedder.id
+
+
 def test_an_embedder_whose_name_is_lost_is_found_by_its_vectors(
     folder: Path, tmp_path: Path
 ) -> None:

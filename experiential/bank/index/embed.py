@@ -20,7 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from experiential.errors import BankError, ConfigError, MissingExtraError, ModelNotFoundError
+from experiential.errors import (
+    BankError,
+    ConfigError,
+    ExperientialError,
+    MissingExtraError,
+    ModelNotFoundError,
+)
 from experiential.plugins import did_you_mean, known_names, resolve
 from experiential.sync import Batcher
 
@@ -322,6 +328,7 @@ def embed_entries(
     return dict(zip(keys, mixed, strict=True))
 
 
+_DEFAULT_SIZE = 384
 _SAMPLE = 8
 _SAME = 1e-3  # of two unit vectors, however an embedder batched its texts
 
@@ -336,8 +343,11 @@ def embedder_behind(vectors: Mapping[EntryKey, Vector]) -> Embedder | None:
     sizes = {len(vector) for vector in sample.values()}
     if len(sizes) != 1:
         return None
-    for make in (partial(HashingEmbedder, *sizes), default_embedder):
-        with suppress(MissingExtraError, ConfigError, ValueError):  # also a size that it has not
+    makers: list[Callable[[], Embedder]] = [partial(HashingEmbedder, *sizes)]
+    if sizes == {_DEFAULT_SIZE}:  # else it would be loaded, or downloaded, in vain
+        makers.append(default_embedder)
+    for make in makers:
+        with suppress(ExperientialError, ValueError):  # a size that it has not, a model not there
             embedder = make()
             given = embed_entries(CachedEmbedder(embedder), list(sample))
             same = (
