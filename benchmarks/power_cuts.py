@@ -255,8 +255,9 @@ def run(cuts: int, seed: int = 1, *, keep: Path | None = None) -> dict[str, Any]
                     aside = any(image.glob("bank/chroma.damaged-*"))
                     counts["an index set aside by this cut or an earlier one"] += aside
                     if found:
-                        named += (said := [f"{one.name}: {fault}" for fault in found[:NAMED]])
+                        said = [f"{one.name}: {fault}" for fault in found[:NAMED]]
                         print(*said, sep="\n", flush=True)
+                        named += said
                         if keep is not None:
                             put(one.files, keep / image.name)
                     elif number >= chosen and after is None:

@@ -176,14 +176,14 @@ ENVIRONMENTS["vault-law-note"] = replace(
 # Where memory must be earned, with a model that was taught these games by halves. Every recipe
 # reads the entry written last about the very world, so that they differ in who writes it.
 _EARNED = (
-    "bank.embedder=hashing",
+    "run.steps=48", "bank.embedder=hashing",
     "bank.retrieval.strategy=recent", "bank.retrieval.floor=-1.0",
     "bank.options.retrieval.same_task=true", "extractor.max_tokens=80",
 )  # fmt: skip
 EARNED_RECIPES = ("grpo", "static-online", "complementary", "template", "history")
 ENVIRONMENTS["vault-blind"] = Setup(
     training=(
-        *_EARNED, "model.name=benchmarks/models/earned", "model.prompts=brief", "run.steps=48",
+        *_EARNED, "model.name=benchmarks/models/earned", "model.prompts=brief",
         "env.kwargs.note=false", "env.visits=6",
         "env.train={split: train, worlds: 318}", "env.eval={split: eval, worlds: 40}",
         "actor.groups=16", "actor.group_size=4",
@@ -195,7 +195,7 @@ ENVIRONMENTS["vault-blind"] = Setup(
 )  # fmt: skip
 ENVIRONMENTS["lake-words"] = Setup(
     training=(
-        *_EARNED, "model.name=benchmarks/models/lakes", "model.prompts=opened", "run.steps=24",
+        *_EARNED, "model.name=benchmarks/models/lakes", "model.prompts=opened",
         "env.id=experiential/FrozenLake-v0", "env.max_turns=8",
         "env.kwargs={preset: dialects, sizes: [4, 4], frozen: [0.85, 0.95], words_only: true}",
         "env.train={split: train, dialects: 120}", "env.eval={split: eval, dialects: 40}",

@@ -448,17 +448,18 @@ def garble(folder: Path) -> None:
 
 
 def test_an_index_that_is_not_made_yet_is_no_fault(folder: Path, run: Run, tmp_path: Path) -> None:
-    assert run("backup", folder, tmp_path / "copy")[0] == 0
-    id = next(iter(by_text(run, folder).values()))
-    told(run, "purge", folder, id, "--yes")
-    for bank in (folder, tmp_path / "copy"):
-        rows = told(run, "doctor", bank)
-        index = next(row for row in rows if row["what"] == "default: index")
-        assert index["status"] == "note" and "no folder chroma" in index["found"]
-        told(run, "add", bank, "Look behind the clock.")
-        rows = told(run, "doctor", bank)
-        index = next(row for row in rows if row["what"] == "default: index")
-        assert index["status"] == "ok"
+    def index(bank: Path) -> dict[str, str]:
+        return next(row for row in told(run, "doctor", bank) if row["what"] == "default: index")
+
+    copy = tmp_path / "copy"
+    assert run("backup", folder, copy)[0] == 0
+    told(run, "purge", folder, next(iter(by_text(run, folder).values())), "--yes")
+    for bank in (folder, copy):
+        assert index(bank)["status"] == "note" and "no folder chroma" in index(bank)["found"]
+    told(run, "add", folder, "Look behind the clock.")
+    *_, command = index(copy)["mend"].partition("experiential bank ")
+    told(run, *command.split(), "--yes")
+    assert index(folder)["status"] == index(copy)["status"] == "ok"
 
 
 @pytest.mark.parametrize(

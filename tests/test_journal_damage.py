@@ -15,8 +15,10 @@ import pytest
 
 import experiential as xp
 from benchmarks.journal_damage import run as damaged
+from experiential.bank.folder import FolderBank
 from experiential.bank.recover import recover
 from experiential.bank.storage.checkup import examine
+from experiential.bank.storage.mapped import PATTERN
 from experiential.errors import BankError
 from tests.test_cli_bank import Run, run
 
@@ -100,7 +102,12 @@ def test_an_embedder_whose_name_is_lost_is_found_by_its_vectors(
             assert bank.search("lesson 4")[0].experience.text == "lesson 4"
 
 
-def test_a_bank_whose_embedder_nobody_knows_is_read_and_says_what_to_pass(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mapped_from", [1, 10_000])
+def test_a_bank_whose_embedder_nobody_knows_is_read_and_says_what_to_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mapped_from: int
+) -> None:
+    monkeypatch.setattr(FolderBank, "MAPPED_FROM", mapped_from)
+
     def lengths(texts: list[str]) -> list[list[float]]:
         return [[len(text), 1.0] for text in texts]
 
@@ -108,7 +115,9 @@ def test_a_bank_whose_embedder_nobody_knows_is_read_and_says_what_to_pass(tmp_pa
     with xp.ExperienceBank(folder, embedder=lengths, store="exact") as bank:
         bank.add("a lesson")
     changed(folder, "DELETE FROM meta WHERE key = 'embedder'")
-    for read_only in (True, False):
+    for file in folder.glob(PATTERN):
+        file.unlink()  # it names the embedder
+    for read_only in (True, False, True):
         with xp.ExperienceBank(folder, read_only=read_only) as bank:
             assert [entry.text for entry in bank] == ["a lesson"]
             with pytest.raises(BankError, match="pass it as embedder="):

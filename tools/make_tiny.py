@@ -156,7 +156,7 @@ def train(
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    torch.set_flush_denormal(True)  # sharp attention is slow in them
+    torch.set_flush_denormal(True)  # of attention, whose smallest numbers cost most
     data = np.load(path)
     ends = np.cumsum(data["lengths"])
     spans = np.stack([ends - data["lengths"], ends], axis=1)

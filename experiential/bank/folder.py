@@ -246,8 +246,8 @@ class FolderBank(StateReader, Bank, Shared):
         recorded = meta("embedder")
         if recorded is not None and embedder is None:
             chosen = recorded_embedder(recorded, meta("embedder_name"))
-        elif embedder is None and mapped is None and not self._history.is_empty():
-            chosen = self._unnamed_embedder()
+        elif embedder is None and (mapped or not self._history.is_empty()):
+            chosen = self._unnamed_embedder(mapped and mapped[0])
         else:
             chosen = resolve_embedder(embedder)
             if recorded not in (None, embedder_id(chosen)) and (
@@ -288,10 +288,11 @@ class FolderBank(StateReader, Bank, Shared):
             if follower.is_behind() or nearest.is_large:
                 follower.wake()
 
-    def _unnamed_embedder(self) -> Embedder:
+    def _unnamed_embedder(self, mapped: Mapped | None) -> Embedder:
         """Return the embedder of a journal whose row with its name is damaged, by the vectors."""
-        live = self._history.live(self._history.head())
-        keys = [EntryKey(one.experience.text, one.experience.task) for one in live.entries]
+        live = mapped.load() if mapped else self._history.live(self._history.head())
+        some = [live.entries[row].experience for row in range(min(len(live), 8))]
+        keys = [EntryKey(entry.text, entry.task) for entry in some]
         found = embedder_behind(dict(zip(keys, live.vectors, strict=False)))
         return found or UnknownEmbedder("unknown", "the row with its name is damaged")
 

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -329,18 +328,16 @@ def embed_entries(
 
 
 _DEFAULT_SIZE = 384
-_SAMPLE = 8
 _SAME = 1e-3  # of two unit vectors, however an embedder batched its texts
 
 
 def embedder_behind(vectors: Mapping[EntryKey, Vector]) -> Embedder | None:
-    """Return the built-in embedder that gives these vectors of entries; None if neither does.
+    """Return the built-in embedder that gives these vectors of some entries; None if neither does.
 
-    For a journal that no longer names its embedder. Half of a sample must agree, because an entry
-    may have been embedded under another task than it has now.
+    For a journal that no longer names its embedder. Half of the vectors must agree, because an
+    entry may have been embedded under another task than it has now.
     """
-    sample = dict(islice(vectors.items(), _SAMPLE))
-    sizes = {len(vector) for vector in sample.values()}
+    sizes = {len(vector) for vector in vectors.values()}
     if len(sizes) != 1:
         return None
     makers: list[Callable[[], Embedder]] = [partial(HashingEmbedder, *sizes)]
@@ -349,11 +346,11 @@ def embedder_behind(vectors: Mapping[EntryKey, Vector]) -> Embedder | None:
     for make in makers:
         with suppress(ExperientialError, ValueError):  # a size that it has not, a model not there
             embedder = make()
-            given = embed_entries(CachedEmbedder(embedder), list(sample))
+            given = embed_entries(CachedEmbedder(embedder), list(vectors))
             same = (
                 given[key].shape == vector.shape and np.allclose(given[key], vector, atol=_SAME)
-                for key, vector in sample.items()
+                for key, vector in vectors.items()
             )
-            if 2 * sum(same) >= len(sample):
+            if 2 * sum(same) >= len(vectors):
                 return embedder
     return None
