@@ -20,7 +20,6 @@ import argparse
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import statistics
@@ -29,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ import psutil
 from experiential.bank.folder import FolderBank
 from experiential.errors import BankError
 from experiential.training.metrics import read_events
+from tests.cluster.kills import engine_cores
 
 KINDS = (
     "engine core", "engine actor", "rank", "env worker", "bank", "driver", "raylet", "gcs",
@@ -195,15 +195,9 @@ class Chaos:
                 for worker in psutil.Process(raylet).children():
                     with suppress(psutil.Error):
                         if title in " ".join(worker.cmdline()):
-                            found += self._cores(worker) if kind == "engine core" else [worker.pid]
+                            meant = engine_cores(worker) if kind == "engine core" else [worker]
+                            found += [process.pid for process in meant]
         return found
-
-    @staticmethod
-    def _cores(worker: psutil.Process) -> Iterator[int]:
-        for child in worker.children():
-            with suppress(psutil.Error):
-                if re.search("spawn_main|VLLM::EngineCore", " ".join(child.cmdline())):
-                    yield child.pid
 
     def tend(self) -> int | None:
         """Start again what ended; return 0 once the run is done."""

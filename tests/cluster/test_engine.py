@@ -21,7 +21,7 @@ from experiential.training.runtime import LossSettings, Sample, sample_from_gene
 from experiential.training.trainer import Trainer
 from experiential.types import FinishReason, Generation
 from tests.cluster.experiments import cluster_experiment
-from tests.cluster.kills import kill
+from tests.cluster.kills import engine_cores, kill
 
 pytest.importorskip("ray", reason="Ray is not installed; `make test-cluster` runs these tests")
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test-cluster` runs these tests")
@@ -273,7 +273,7 @@ async def test_a_killed_engine_is_replaced_by_one_with_the_weights_of_now(
 def processes(ray: Any, handle: Any) -> list[psutil.Process]:
     """The process of an engine's actor, and vLLM's own below it: its engine, then its workers."""
     actor = psutil.Process(ray._private.state.actors(handle._actor_id.hex())["Pid"])
-    (core,) = [child for child in actor.children() if child.name().startswith("VLLM::")]
+    (core,) = engine_cores(actor)
     return [actor, core, *core.children(recursive=True)]
 
 
