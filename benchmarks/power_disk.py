@@ -221,9 +221,17 @@ class _Reader:
                 if name == "lseek":  # also by a copy of a descriptor, of a folder that is listed
                     self._positions[descriptor] = result
                     return
-                if descriptor not in self._nodes:
+                meant = self._at(path)
+                if descriptor not in self._nodes or meant not in (None, self._nodes[descriptor]):
                     raise RuntimeError(f"The log lacks the opening of {path}, before a {name}")
                 self._change(name, descriptor, b"".join(texts)[:result], numbers, result, since)
+
+    def _at(self, path: str) -> File | Folder | None:
+        """Return what bears a path now; None if nothing does any more."""
+        node: File | Folder | None = self._root
+        for part in Path(path).relative_to(self._home).parts:
+            node = node.now.get(part) if isinstance(node, Folder) else None
+        return node
 
     def _place(self, path: bytes, opened: list[tuple[str, str]]) -> tuple[Folder, str] | None:
         """Return the folder and the name of a path; None if it is outside of the recorded one."""

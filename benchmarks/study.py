@@ -88,6 +88,10 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "complementary-per-group-2": ("complementary", ("extractor.per_group=2",)),
     "complementary-search-and-ask": ("complementary", ("actor.search_and_ask=1",)),
     "static-online-all-guided": ("static-online", _ALL_GUIDED),
+    "static-online-vault-rule": (
+        "static-online",
+        ("extractor.agent=benchmarks.earned_rules:vault",),
+    ),
     "template-all-guided": ("template", _ALL_GUIDED),
 }
 """Recipes with one setting changed, by the name that their cells have: (recipe, settings)."""
@@ -191,7 +195,7 @@ ENVIRONMENTS["vault-blind"] = Setup(
     ),
     curve=("eval.every=24", "eval.worlds=20", "eval.visits=6"),
     final=("eval.worlds=40", "eval.visits=6"),
-    recipes=EARNED_RECIPES,
+    recipes=(*EARNED_RECIPES, "static-online-vault-rule"),  # a rule that knows the game
 )  # fmt: skip
 ENVIRONMENTS["lake-words"] = Setup(
     training=(
