@@ -53,6 +53,8 @@ STEPS = 15
 """Actions of a writer."""
 NAMED = 3
 """Faults of one cut that are named."""
+ALIKE, ALIKE_WITH_TASK = 0.99, 0.3
+"""Least similarity of an entry to its own text: 1, and about 1 / sqrt(5) beside a task."""
 ERASED = "hunter2"
 PURGE = f"""
 import sys
@@ -119,7 +121,9 @@ def faults(home: Path, promises: Promises, final: Path, whole: FolderBank) -> li
             bank.flush_index()
             added = bank.add("written after the cut")
             for entry in [*bank][-3:]:
-                if entry.text not in [hit.experience.text for hit in bank.search(entry.text, k=3)]:
+                hits = bank.search(entry.text, k=len(bank))
+                score = max((hit.score for hit in hits if hit.experience.id == entry.id), default=0)
+                if score < (ALIKE if entry.task is None else ALIKE_WITH_TASK):
                     found.append(f"lost: a search for the text of {entry.id} does not find it")
         for check in examine(folder):
             if check.status == "wrong":

@@ -224,7 +224,8 @@ def test_nothing_is_purged_beside_a_writer(folder: Path, run: Run) -> None:
                 code_, _, error = run(*arguments)
                 assert code_ == 2 and str(writer.pid) in error
             # but a backup is made
-            assert run("backup", folder, folder.parent / "copy")[0] == 0
+            code_, out, _ = run("backup", folder, folder.parent / "copy", "--json")
+            assert code_ == 0 and json.loads(out) == [{"folder": str(folder.parent / "copy")}]
             with xp.ExperienceBank(folder.parent / "copy") as bank:
                 assert texts(bank) == ["x"]
         finally:

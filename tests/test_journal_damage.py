@@ -327,3 +327,18 @@ def test_recover_on_the_command_line(run: Run, folder: Path, tmp_path: Path) -> 
     assert run("recover", folder, "--to", tmp_path / "new", "--embedder", "hashing")[0] == 0
     assert run("ls", tmp_path / "new", "--json")[1].count('"text": "lesson') == 4
     assert run("recover", folder, "--to", tmp_path / "new")[0] == 2
+
+
+def test_a_refused_recovery_leaves_nothing_behind(folder: Path, tmp_path: Path) -> None:
+    def lengths(texts: list[str]) -> list[list[float]]:
+        return [[len(text), 1.0] for text in texts]
+
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "notes.txt").write_text("mine")
+    for to in (tmp_path / "new", used):
+        with pytest.raises(BankError, match="hashing-256"):  # which the journal names
+            recover(folder, to, embedder=lengths)
+    assert not (tmp_path / "new").exists()
+    assert [file.name for file in used.iterdir()] == ["notes.txt"]
+    assert recover(folder, used)[0].journal == 4

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-from collections.abc import Iterable, Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -80,8 +80,9 @@ def recover(
         embedder: needed where the journal no longer names it, or names a callable.
 
     Raises:
-        BankError: ``to`` holds a bank, ``export`` is not an export file, or there is nothing to
-            recover from.
+        BankError: ``to`` holds a bank, ``export`` is not an export file, there is nothing to
+            recover from, or ``embedder`` is not the one that the journal names. Nothing is then
+            left in ``to``.
     """
     if (to / JOURNAL_NAME).exists():
         raise BankError(f"Expected a folder without a bank to recover into, got {str(to)!r}")
@@ -93,33 +94,50 @@ def recover(
         if (folder / JOURNAL_NAME).is_file():
             copy_stable(folder / JOURNAL_NAME, copy)
         found, bad = _rows(copy)
-        make_folder(to)
-        journal = Journal.open(to)
-        try:
-            lost = _put_back(journal, found, bad)
-            states = {
-                one: _last_states(journal, one)
-                for one in {namespace, *(row.fields[0] for row in found["versions"].values())}
-            }
-        finally:
-            journal.close()
         if (folder / CHROMA).is_dir():
             shutil.copytree(folder / CHROMA, Path(scratch) / CHROMA)
         report: list[Recovered] = []
-        for one, (live, gone) in sorted(states.items()):
-            given = exported if one == namespace else []
-            indexed = _indexed(Path(scratch), one)
-            missing = {id: version for id, (version, is_whole) in live.items() if not is_whole}
-            whole = len(live) - len(missing)
-            report.append(
-                _entries(to, one, embedder, whole, missing, {*live, *gone}, given, indexed)
-            )
+        with _all_or_nothing(to):
+            make_folder(to)
+            journal = Journal.open(to)
+            try:
+                lost = _put_back(journal, found, bad)
+                states = {
+                    one: _last_states(journal, one)
+                    for one in {namespace, *(row.fields[0] for row in found["versions"].values())}
+                }
+            finally:
+                journal.close()
+            for one, (live, gone) in sorted(states.items()):
+                given = exported if one == namespace else []
+                indexed = _indexed(Path(scratch), one)
+                missing = {id: version for id, (version, is_whole) in live.items() if not is_whole}
+                whole = len(live) - len(missing)
+                report.append(
+                    _entries(to, one, embedder, whole, missing, {*live, *gone}, given, indexed)
+                )
     for table in TABLES:
         if table not in ("versions", "meta"):
             counted = {"journal": len(found[table]), "lost": len(lost[table])}
             names = tuple(lost[table][:_NAMED])
             report.append(Recovered(namespace="", what=table, **counted, names=names))
     return report
+
+
+@contextmanager
+def _all_or_nothing(folder: Path) -> Iterator[None]:
+    """Remove what was made in a folder, and the folder if it is new, when the rest failed."""
+    was_there = folder.exists()
+    before = {*folder.iterdir()} if was_there else set[Path]()
+    try:
+        yield
+    except BaseException:
+        for made in {*folder.iterdir()} - before if folder.exists() else ():
+            shutil.rmtree(made) if made.is_dir() else made.unlink()
+        if not was_there:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 def _rows(copy: Path) -> tuple[dict[str, _Rows], dict[str, set[tuple[Any, ...]]]]:

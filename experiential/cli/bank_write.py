@@ -204,6 +204,7 @@ def _renew_server_index(folder: Path, namespace: str) -> None:
 def backup(
     place: Place,
     to: Annotated[Path, Argument(metavar="DIR", help="New folder, which is a bank again.")],
+    as_json: AsJson = False,
 ) -> None:
     """Copy the journal of a bank into a new folder, beside its writer or through its server."""
     if place.startswith(("http://", "https://")):
@@ -220,7 +221,10 @@ def backup(
             raise ConfigError(str(error)) from error
         finally:
             journal.close()
-    sys.stdout.write(f"{printable(to)}\n")
+    if as_json:
+        show_json([{"folder": str(to)}])
+    else:
+        sys.stdout.write(f"{printable(to)}\n")
 
 
 def compact(
