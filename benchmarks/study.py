@@ -236,7 +236,7 @@ ALL = (
     "model.threads=1", "extractor.per_group=0",  # as in the paper
 )  # fmt: skip
 """Settings of every run; with run.drain the same cell twice gives the same outcomes."""
-WITHOUT_EXTRACTOR = ("template", "history")
+WITHOUT_EXTRACTOR = ("template", "template-all-guided", "history", "static-online-vault-rule")
 """Recipes whose entries a function writes: the baselines of an environment without others."""
 DEMONSTRATIONS = {"evolver": 300}
 """Recipes with a cold start, and how many demonstrations each is given."""
