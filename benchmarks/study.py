@@ -204,6 +204,7 @@ ENVIRONMENTS["lake-words"] = Setup(
         "env.kwargs={preset: dialects, sizes: [4, 4], frozen: [0.85, 0.95], words_only: true}",
         "env.train={split: train, dialects: 120}", "env.eval={split: eval, dialects: 40}",
         "env.visits=4",
+        "actor.optim.lr=5e-5",  # at 3e-4 the actor came to read less of what a rule wrote (on dev)
     ),
     curve=("eval.every=24", "eval.worlds=20", "eval.visits=4"),
     final=("eval.worlds=40", "eval.visits=4"),
