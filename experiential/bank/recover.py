@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -125,7 +125,7 @@ def recover(
 
 
 @contextmanager
-def _all_or_nothing(folder: Path) -> Iterator[None]:
+def _all_or_nothing(folder: Path) -> Generator[None]:
     """Remove what was made in a folder, and the folder if it is new, when the rest failed."""
     was_there = folder.exists()
     before = {*folder.iterdir()} if was_there else set[Path]()
