@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,7 +24,13 @@ from experiential.bank.storage.checksums import (
     checksum,
     read_all_text,
 )
-from experiential.bank.storage.journal import JOURNAL_NAME, Journal, copy_stable, make_folder
+from experiential.bank.storage.journal import (
+    JOURNAL_NAME,
+    Journal,
+    copy_stable,
+    make_folder,
+    new_folder,
+)
 from experiential.errors import BankError
 from experiential.types import Experience, Record, read_record
 
@@ -82,7 +88,7 @@ def recover(
     Raises:
         BankError: ``to`` holds a bank, ``export`` is not an export file, there is nothing to
             recover from, or ``embedder`` is not the one that the journal names. Nothing is then
-            left in ``to``.
+            written to ``to``.
     """
     if (to / JOURNAL_NAME).exists():
         raise BankError(f"Expected a folder without a bank to recover into, got {str(to)!r}")
@@ -90,54 +96,38 @@ def recover(
         raise BankError(f"Expected a folder with a journal or an index, got {str(folder)!r}")
     exported = [] if export is None else bundle.read(export)
     with TemporaryDirectory(prefix="experiential-recover-") as scratch:
-        copy = Path(scratch) / JOURNAL_NAME
+        copy, new = Path(scratch) / JOURNAL_NAME, Path(scratch) / "new"
         if (folder / JOURNAL_NAME).is_file():
             copy_stable(folder / JOURNAL_NAME, copy)
         found, bad = _rows(copy)
+        copy.unlink(missing_ok=True)
+        make_folder(new)
+        with closing(Journal.open(new)) as journal:
+            lost = _put_back(journal, found, bad)
+            states = {
+                one: _last_states(journal, one)
+                for one in {namespace, *(row.fields[0] for row in found["versions"].values())}
+            }
         if (folder / CHROMA).is_dir():
             shutil.copytree(folder / CHROMA, Path(scratch) / CHROMA)
         report: list[Recovered] = []
-        with _all_or_nothing(to):
-            make_folder(to)
-            journal = Journal.open(to)
-            try:
-                lost = _put_back(journal, found, bad)
-                states = {
-                    one: _last_states(journal, one)
-                    for one in {namespace, *(row.fields[0] for row in found["versions"].values())}
-                }
-            finally:
-                journal.close()
-            for one, (live, gone) in sorted(states.items()):
-                given = exported if one == namespace else []
-                indexed = _indexed(Path(scratch), one)
-                missing = {id: version for id, (version, is_whole) in live.items() if not is_whole}
-                whole = len(live) - len(missing)
-                report.append(
-                    _entries(to, one, embedder, whole, missing, {*live, *gone}, given, indexed)
-                )
+        for one, (live, gone) in sorted(states.items()):
+            given = exported if one == namespace else []
+            indexed = _indexed(Path(scratch), one)
+            missing = {id: version for id, (version, is_whole) in live.items() if not is_whole}
+            whole = len(live) - len(missing)
+            report.append(
+                _entries(new, one, embedder, whole, missing, {*live, *gone}, given, indexed)
+            )
+        # As a whole or not at all, whatever ends this program before.
+        with closing(Journal.open(new)) as journal:
+            journal.backup(new_folder(to))
     for table in TABLES:
         if table not in ("versions", "meta"):
             counted = {"journal": len(found[table]), "lost": len(lost[table])}
             names = tuple(lost[table][:_NAMED])
             report.append(Recovered(namespace="", what=table, **counted, names=names))
     return report
-
-
-@contextmanager
-def _all_or_nothing(folder: Path) -> Generator[None]:
-    """Remove what was made in a folder, and the folder if it is new, when the rest failed."""
-    was_there = folder.exists()
-    before = {*folder.iterdir()} if was_there else set[Path]()
-    try:
-        yield
-    except BaseException:
-        for made in {*folder.iterdir()} - before if folder.exists() else ():
-            shutil.rmtree(made) if made.is_dir() else made.unlink()
-        if not was_there:
-            with suppress(OSError):
-                folder.rmdir()
-        raise
 
 
 def _rows(copy: Path) -> tuple[dict[str, _Rows], dict[str, set[tuple[Any, ...]]]]:
