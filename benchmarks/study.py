@@ -102,6 +102,8 @@ ABLATIONS = (
     *(name for name, (recipe, _) in VARIANTS.items() if recipe == "complementary"),
 )
 """Compared with ``complementary`` where it needs the bank of its training."""
+COMPLEMENTARY = ("complementary", "complementary-all-guided")
+"""What others are compared with: the first of these that was played."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +241,8 @@ ALL = (
 """Settings of every run; with run.drain the same cell twice gives the same outcomes."""
 WITHOUT_EXTRACTOR = ("template", "template-all-guided", "history", "static-online-vault-rule")
 """Recipes whose entries a function writes: the baselines of an environment without others."""
+WRITERS = ("static-online", "static-online-all-guided", *WITHOUT_EXTRACTOR)
+"""Recipes that differ from ``complementary`` in who writes the entries."""
 DEMONSTRATIONS = {"evolver": 300}
 """Recipes with a cold start, and how many demonstrations each is given."""
 TARGETS = (0.5, 0.8)
@@ -903,27 +907,62 @@ def orderings(cells: Sequence[StudyCell]) -> str:
 
 def ablations(cells: Sequence[StudyCell]) -> str:
     """Lay out what ``complementary`` loses or gains by each change; empty where none was made."""
-    body: list[list[str]] = []
-    for place, name in dict.fromkeys((cell.environment, cell.recipe) for cell in cells):
-        if name not in ABLATIONS:
+    head = ["environment", "recipe", "arm", "success", "minus `complementary`, points", "seeds"]
+    body = [
+        [place, f"`{name}`", arm, show_percent(rate(mine)), *difference(mine, base)]
+        for place, name, arm, mine, base in beside_complementary(cells, ABLATIONS)
+    ]
+    return f"## Ablations\n\n{_table(head, body)}\n" if body else ""
+
+
+def writers(cells: Sequence[StudyCell]) -> str:
+    """Lay out what ``complementary`` has over recipes whose entries somebody else writes."""
+    head = ["environment", "recipe", "arm", "by visit, percent", "later visits"]
+    head += ["`complementary` minus it, points", "seeds"]
+    body = [
+        [place, f"`{name}`", arm, visits(mine), show_percent(rate(mine)), *difference(base, mine)]
+        for place, name, arm, mine, base in beside_complementary(cells, WRITERS)
+    ]
+    return f"## Who writes the entries\n\n{_table(head, body)}\n" if body else ""
+
+
+def beside_complementary(
+    cells: Sequence[StudyCell], recipes: Sequence[str]
+) -> Iterator[tuple[str, str, Arm, list[Cell], list[Cell]]]:
+    """Yield environment, recipe, arm, and the cells of it and of ``complementary`` in that arm.
+
+    Where ``complementary`` was not played, it is compared with ``complementary-all-guided``.
+    """
+    played = dict.fromkeys((cell.environment, cell.recipe) for cell in cells)
+    for place, name in played:
+        main = next((one for one in COMPLEMENTARY if (place, one) in played), None)
+        if name not in recipes or main in (None, name):
             continue
         made, base = (
-            [cell for cell in cells if (cell.environment, cell.recipe) == (place, recipe)]
-            for recipe in (name, "complementary")
-        )
-        arm = compared_arm(place, [one for cell in made for one in cell.arms])
-        changed, whole = (
-            [one for cell in some for one in cell.arms if one.arm == arm] for some in (made, base)
-        )
-        if not base or (found := recipe_difference(changed, whole)) is None:
-            continue
-        rate = clustered_mean(np.array([cell.later() for cell in changed]), bounds=RATE)
-        body.append(
-            [place, f"`{name}`", arm, show_percent(rate)]
-            + [show_points(found["interval"]), str(found["seeds"])]
-        )
-    head = ["environment", "recipe", "arm", "success", "minus `complementary`, points", "seeds"]
-    return f"## Ablations\n\n{_table(head, body)}\n" if body else ""
+            [one for cell in cells if (cell.environment, cell.recipe) == (place, recipe)
+             for one in cell.arms]
+            for recipe in (name, main)
+        )  # fmt: skip
+        arm = compared_arm(place, made)
+        yield place, name, arm, *([one for one in some if one.arm == arm] for some in (made, base))
+
+
+def rate(cells: Sequence[Cell]) -> Interval:
+    """Return success on later visits, over training seeds and worlds, to four digits as in rows."""
+    found = clustered_mean(np.array([cell.later() for cell in cells]), bounds=RATE)
+    return Interval(**{name: round(value, 4) for name, value in found.model_dump().items()})
+
+
+def visits(cells: Sequence[Cell]) -> str:
+    """Return success by visit in percent, the mean over training seeds and worlds."""
+    won = np.array([[[int(one) for one in world] for world in cell.outcomes] for cell in cells])
+    return ", ".join(f"{100 * share:.0f}" for share in won.mean((0, 1)))
+
+
+def difference(first: Sequence[Cell], second: Sequence[Cell]) -> list[str]:
+    """Return success of the first minus the second on common seeds, and how many those are."""
+    found = recipe_difference(first, second)
+    return [show_points(found["interval"]), str(found["seeds"])] if found else ["–", "0"]
 
 
 def _interval(row: dict[str, Any], name: str) -> Interval | None:
@@ -1012,7 +1051,8 @@ def table(results: Path) -> None:
         writer = csv.DictWriter(file, list(found[0]))
         writer.writeheader()
         writer.writerows(found)
-    text = "\n".join(filter(None, (markdown(found), orderings(cells), ablations(cells))))
+    parts = markdown(found), orderings(cells), ablations(cells), writers(cells)
+    text = "\n".join(filter(None, parts))
     (results / "table.md").write_text(text, encoding="utf-8")
     plot(cells, results / "curves.png")
     say(text)
