@@ -27,7 +27,7 @@ def kill(ray: Any, handle: Any) -> None:
 
 
 def engine_cores(actor: psutil.Process) -> Iterator[psutil.Process]:
-    """vLLM's engines below an engine's actor.
+    """Yield vLLM's engines below an engine's actor.
 
     An engine gives itself the title VLLM::EngineCore. In some environments it cannot (where its
     first variable was set anew), and keeps the command line of a spawned process.
