@@ -141,14 +141,17 @@ earned-model: install  ## train the tiny model on for worlds whose memory must b
 	@$(BIN)/python -m tools.make_tiny train build/earned/half/corpus.npz build/earned/model --start build/earned/taught/model $(EARNED)
 	@$(BIN)/python -m tools.earned_probes build/earned/model
 
-# The first stage teaches, the second has half of the moves skilled and more lessons.
-LAKES := --lr 1e-3 --batch 32 --epochs 1 --dtype float32 --prompt-weight 0.02
-lakes-model: install  ## train the tiny model on for lakes in dialects, into build/lakes (75 minutes)
-	@$(BIN)/python -m tools.make_tiny corpus build/lakes/taught/corpus.npz --kind lakes-taught --conversations 50400 --seed 1 $(EARNED_CORPUS)
-	@$(BIN)/python -m tools.make_tiny train build/lakes/taught/corpus.npz build/lakes/taught/model --start experiential/llm/tiny $(LAKES)
-	@$(BIN)/python -m tools.make_tiny corpus build/lakes/half/corpus.npz --kind lakes-half --conversations 19200 --seed 5 $(EARNED_CORPUS)
-	@$(BIN)/python -m tools.make_tiny train build/lakes/half/corpus.npz build/lakes/model --start build/lakes/taught/model $(LAKES)
-	@$(BIN)/python -m tools.earned_probes build/lakes/model
+# Moves and reading come first, then lessons; the last stage unlearns half of both. DEVICE=cuda takes minutes.
+DEVICE ?= cpu
+LAKES := --lr 1e-3 --batch 64 --dtype float32 --prompt-weight 0.02 --device $(DEVICE)
+lakes-model: install  ## train the tiny model on for lakes in dialects, into build/lakes (with DEVICE=cuda minutes, else about a day)
+	@$(BIN)/python -m tools.make_tiny corpus build/lakes/taught/corpus.npz --kind lakes-taught --conversations 48000 --seed 11 $(EARNED_CORPUS)
+	@$(BIN)/python -m tools.make_tiny train build/lakes/taught/corpus.npz build/lakes/taught/model --start experiential/llm/tiny --epochs 7.5 $(LAKES)
+	@$(BIN)/python -m tools.make_tiny corpus build/lakes/written/corpus.npz --kind lakes-written --conversations 96000 --seed 21 $(EARNED_CORPUS)
+	@$(BIN)/python -m tools.make_tiny train build/lakes/written/corpus.npz build/lakes/written/model --start build/lakes/taught/model --epochs 6.3 $(LAKES)
+	@$(BIN)/python -m tools.make_tiny corpus build/lakes/half/corpus.npz --kind lakes-half --conversations 19200 --seed 31 $(EARNED_CORPUS)
+	@$(BIN)/python -m tools.make_tiny train build/lakes/half/corpus.npz build/lakes/model --start build/lakes/written/model --epochs 0.67 $(LAKES)
+	@$(BIN)/python -m tools.earned_probes build/lakes/model --games lake
 
 clean:  ## remove what make made, the environment excepted
 	rm -rf build dist site .pytest_cache .ruff_cache .hypothesis $(STAMP)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
 
 from experiential.agents.prompts import experience_block, prompt_set
 from experiential.envs.dialect import DIRECTIONS
@@ -49,11 +48,12 @@ def live(world: str, lever: str) -> str:
 def legend(name: str, known: Mapping[str, str]) -> str:
     """Return the lesson where words move; ``known`` has a direction for each word found out.
 
-    A point of the compass stands right before its word: the tiny model has heads that say what
-    followed a token before, and none that skip a sign between the two.
+    Words stand in the order of ``known``, which is that in which they were found out: a model that
+    reads a record from its beginning writes each word down as it comes. A point of the compass
+    stands right before its word: the tiny model has heads that say what followed a token before,
+    and none that skip a sign between the two.
     """
-    words = {known[word]: word for word in known}
-    told = (f"{POINTS[one]}{words[one]}" for one in DIRECTIONS if one in words)
+    told = (f"{POINTS[direction]}{word}" for word, direction in known.items())
     return f"{name}:{','.join(told)}."
 
 
@@ -367,22 +367,22 @@ class DialectTasks:
         return _written(text, update)
 
 
-def lake_sampler(seed: int, stage: Literal["taught", "half"] = "half") -> Callable[[], Sample]:
-    """Return a seeded source of conversations about lakes in dialects alone.
+LAKE_STAGES: dict[str, tuple[Mapping[str, float], Mapping[str, float]]] = {
+    "taught": (TAUGHT, {"act": 0.40, "ways": 0.20, "words": 0.10, "moves": 0.12, "distill": 0.18}),
+    "written": (TAUGHT, {"act": 0.25, "ways": 0.05, "words": 0.05, "moves": 0.25, "distill": 0.40}),
+    "half": (HALF, {"act": 0.30, "moves": 0.20, "distill": 0.50}),
+}
+"""Skill and shares of the tasks, by stage: moves come first, then lessons, which take longest to
+form, and the last stage unlearns half of both."""
 
-    The second stage teaches lessons, which take longest to form, and unlearns half of the moves.
-    """
+
+def lake_sampler(seed: int, stage: str = "half") -> Callable[[], Sample]:
+    """Return a seeded source of conversations about lakes in dialects alone."""
+    skill, shares = LAKE_STAGES[stage]
     rng = random.Random(seed)
-    if stage == "taught":
-        dialect, reading = DialectTasks(rng, TAUGHT), ReadingTasks(rng)
-        tasks: list[tuple[float, Callable[[], Sample]]] = [
-            (0.40, dialect.act), (0.20, dialect.ways), (0.10, dialect.words),
-            (0.12, dialect.moves), (0.15, dialect.distill), (0.03, reading.copy),
-        ]  # fmt: skip
-    else:
-        dialect = DialectTasks(rng, TAUGHT | {"walk": HALF["walk"]})
-        tasks = [(0.20, dialect.act), (0.33, dialect.moves), (0.47, dialect.distill)]
-    weights, makers = [w for w, _ in tasks], [m for _, m in tasks]
+    dialect = DialectTasks(rng, skill)
+    makers: list[Callable[[], Sample]] = [getattr(dialect, task) for task in shares]
+    weights = list(shares.values())
     return lambda: rng.choices(makers, weights)[0]()
 
 

@@ -1,6 +1,7 @@
 """Measure what a model of `tools.earned_corpus` can do, part by part, before any reinforcement.
 
-    python -m tools.earned_probes FOLDER [--samples 200] [--system "Do what the note says."]
+    python -m tools.earned_probes FOLDER [--samples 200] [--games lake]
+        [--system "Do what the note says."]
 
 Vaults and lakes are those of the split dev, and so are the names and layouts: the model never saw
 them. A share is the mean probability of a right answer among the admissible ones, as the actor
@@ -26,6 +27,8 @@ from experiential.envs.grid import MOVES
 from experiential.envs.vault import VaultEnv
 from tools import earned_corpus
 from tools.earned_corpus import BRIEF, LAKE, BlindVaultTasks, DialectTasks, legend, live, ruled_out
+
+GAMES = ("vault", "lake")
 
 
 class Model:
@@ -147,7 +150,9 @@ def lake(model: Model, count: int, system: str | None, seed: int = 5) -> dict[st
     return {name: mean(values) for name, values in found.items()}
 
 
-def lessons(model: Model, count: int, seed: int = 5) -> dict[str, float]:
+def lessons(
+    model: Model, count: int, games: Sequence[str] = GAMES, seed: int = 5
+) -> dict[str, float]:
     """Return the shares of lessons right to the letter, greedy and sampled, by kind."""
     found: dict[str, list[float]] = {}
     sure = {**earned_corpus.TAUGHT, "lesson": 1.0, "join": 1.0}
@@ -157,6 +162,8 @@ def lessons(model: Model, count: int, seed: int = 5) -> dict[str, float]:
         ("vault", blind.distill), ("merge", blind.merge), ("lake", dialect.distill),
     ]  # fmt: skip
     for name, make in makers:
+        if ("lake" if name == "lake" else "vault") not in games:
+            continue
         for _ in range(count):
             *question, wanted = make()
             text = wanted["content"]
@@ -187,13 +194,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--system", help="system message of the actor in place of the shipped one")
+    parser.add_argument("--games", nargs="+", choices=GAMES, default=GAMES)
     options = parser.parse_args()
     model = Model(options.folder)
-    report = {
-        "vault": vault(model, options.samples, options.system),
-        "lake": lake(model, options.samples, options.system),
-        "lessons": lessons(model, options.samples // 2),
-    }
+    play = {"vault": vault, "lake": lake}
+    report = {game: play[game](model, options.samples, options.system) for game in options.games}
+    report["lessons"] = lessons(model, options.samples // 2, options.games)
     sys.stdout.write(json.dumps(report, indent=1) + "\n")
 
 

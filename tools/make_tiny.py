@@ -97,8 +97,8 @@ def source(kind: str, seed: int) -> Callable[[], Any]:
 
     if kind == "tiny":
         return tiny_corpus.sampler(seed)
-    if kind in ("lakes-taught", "lakes-half"):
-        return earned_corpus.lake_sampler(seed, "taught" if kind == "lakes-taught" else "half")
+    if kind.startswith("lakes-"):
+        return earned_corpus.lake_sampler(seed, kind.removeprefix("lakes-"))
     taught = kind == "earned-taught"
     return earned_corpus.sampler(seed, earned_corpus.TAUGHT if taught else earned_corpus.HALF)
 
@@ -313,7 +313,7 @@ def main() -> None:
     corpus.add_argument("--conversations", type=int, default=120_000)
     corpus.add_argument("--seed", type=int, default=0)
     corpus.add_argument("--tokenizer", type=Path, help="folder of a tokenizer to use as it is")
-    kinds = ("tiny", "earned-taught", "earned-half", "lakes-taught", "lakes-half")
+    kinds = ("tiny", "earned-taught", "earned-half", "lakes-taught", "lakes-written", "lakes-half")
     corpus.add_argument("--kind", default="tiny", choices=kinds)
     fit = commands.add_parser("train")
     fit.add_argument("path", type=Path)
