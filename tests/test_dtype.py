@@ -25,9 +25,9 @@ from tests.llm_tiny import tiny_random_model
 QUESTIONS = ("Name three rivers.", "Name three rivers.", "How do I open a locked door?")
 
 
-def policy_in(dtype: torch.dtype, lr: float = 1e-6) -> LocalRuntime:
+def policy_in(dtype: torch.dtype, lr: float = 1e-6, device: str = "cpu") -> LocalRuntime:
     model, tokenizer = tiny_random_model()
-    return LocalRuntime(TransformersLLM(model.to(dtype), tokenizer), OptimSettings(lr=lr))
+    return LocalRuntime(TransformersLLM(model.to(device, dtype), tokenizer), OptimSettings(lr=lr))
 
 
 async def drawn(policy: LocalRuntime, sampling: SamplingParams) -> list[Sample]:
@@ -163,12 +163,18 @@ SAMPLINGS = [
 ]
 
 
+GPU = pytest.param(
+    "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 async def test_the_ratio_is_one_at_unchanged_weights(
-    sampling: SamplingParams, dtype: torch.dtype
+    sampling: SamplingParams, dtype: torch.dtype, device: str
 ) -> None:
-    policy = policy_in(dtype, lr=1e-30)  # each step leaves the weights where they are
+    policy = policy_in(dtype, 1e-30, device)  # each step leaves the weights where they are
     samples = await drawn(policy, sampling)
     stats = await policy.train(samples, LossSettings(mini_batches=3))
     assert stats.updates == 3

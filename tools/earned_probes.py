@@ -1,6 +1,6 @@
 """Measure what a model of `tools.earned_corpus` can do, part by part, before any reinforcement.
 
-    python -m tools.earned_probes FOLDER [--samples 200] [--games lake]
+    python -m tools.earned_probes FOLDER [--samples 200] [--games lake] [--temperature 0.3]
         [--system "Do what the note says."]
 
 Vaults and lakes are those of the split dev, and so are the names and layouts: the model never saw
@@ -56,13 +56,15 @@ class Model:
         found = self._torch.softmax(logits[0, -1, first].double(), 0).tolist()
         return dict(zip(words, found, strict=True))
 
-    def write(self, messages: Sequence[Any], *, sample: bool) -> str:
-        """Return an answer."""
+    def write(
+        self, messages: Sequence[Any], *, sample: bool = True, temperature: float = 1.0
+    ) -> str:
+        """Return an answer, the likeliest or a sampled one."""
         ids = self._torch.tensor([self._ids(messages)])
         with self._torch.no_grad():
             out = self.model.generate(
                 input_ids=ids, attention_mask=self._torch.ones_like(ids), max_new_tokens=80,
-                do_sample=sample, temperature=1.0 if sample else None, top_k=0, top_p=None,
+                do_sample=sample, temperature=temperature if sample else None, top_k=0, top_p=None,
                 pad_token_id=0,
             )  # fmt: skip
         return self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
@@ -151,7 +153,11 @@ def lake(model: Model, count: int, system: str | None, seed: int = 5) -> dict[st
 
 
 def lessons(
-    model: Model, count: int, games: Sequence[str] = GAMES, seed: int = 5
+    model: Model,
+    count: int,
+    games: Sequence[str] = GAMES,
+    temperature: float = 1.0,
+    seed: int = 5,
 ) -> dict[str, float]:
     """Return the shares of lessons right to the letter, greedy and sampled, by kind."""
     found: dict[str, list[float]] = {}
@@ -172,7 +178,7 @@ def lessons(
                 kind += ", found" if "Pull" in text else ", list"
                 kind += " extended" if '"update"' in text and ": not" in text else ""
             for how in (False, True):
-                said = model.write(question, sample=how)
+                said = model.write(question, sample=how, temperature=temperature)
                 got, want = texts(said), texts(text)
                 title = f"{kind}, {'sampled' if how else 'greedy'}"
                 found.setdefault(title, []).append(float(got == want))
@@ -194,12 +200,13 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--system", help="system message of the actor in place of the shipped one")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of sampled lessons")
     parser.add_argument("--games", nargs="+", choices=GAMES, default=GAMES)
     options = parser.parse_args()
     model = Model(options.folder)
     play = {"vault": vault, "lake": lake}
     report = {game: play[game](model, options.samples, options.system) for game in options.games}
-    report["lessons"] = lessons(model, options.samples // 2, options.games)
+    report["lessons"] = lessons(model, options.samples // 2, options.games, options.temperature)
     sys.stdout.write(json.dumps(report, indent=1) + "\n")
 
 
