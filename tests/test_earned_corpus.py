@@ -15,6 +15,7 @@ from experiential.llm.models import load_tokenizer
 from experiential.types import Trajectory, Turn
 from tools.earned_corpus import (
     HALF,
+    LAKE_STAGES,
     TAUGHT,
     BlindVaultTasks,
     DialectTasks,
@@ -26,7 +27,7 @@ from tools.earned_corpus import (
 from tools.tiny_corpus import Sample
 
 SAMPLES = [make() for make in [sampler(3)] for _ in range(1500)]
-LAKES = [make() for make in (lake_sampler(3), lake_sampler(3, "taught")) for _ in range(200)]
+LAKES = [make() for stage in LAKE_STAGES for make in [lake_sampler(3, stage)] for _ in range(150)]
 TEXT = ["\n".join(m["content"] for m in sample) for sample in SAMPLES + LAKES]
 SURE = dict.fromkeys(TAUGHT, 1.0)
 
