@@ -31,7 +31,8 @@ from benchmarks.study import ALL
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.index.embed import resolve_embedder
 from experiential.config import Arm
-from experiential.evaluation.cell import cell_store
+from experiential.errors import ConfigError
+from experiential.evaluation.cell import cell_store, settings_digest
 from experiential.evaluation.intervals import RATE, Interval, clustered_mean
 from experiential.evaluation.page import show_percent
 from experiential.evaluation.visits import VisitEvaluator, later
@@ -126,9 +127,20 @@ def play(
         run: folder of the run.
         overrides: settings of the run.
         evaluation: settings of the evaluation alone.
+
+    Raises:
+        ConfigError: the folder keeps a run of other settings.
     """
+    training = load_experiment(recipe, overrides)
+    mark, digest = run / "settings.txt", settings_digest(training)
     if not (run / "checkpoints").exists():
-        Trainer(load_experiment(recipe, overrides), run).run()
+        Trainer(training, run).run()
+        mark.write_text(digest, encoding="utf-8")
+    elif not mark.exists() or mark.read_text("utf-8") != digest:
+        raise ConfigError(
+            f"Expected a run of these settings in {run}, found one of others; remove it, or give"
+            " this one another name"
+        )
     experiment = load_experiment(recipe, [*overrides, *evaluation])
     with TemporaryDirectory() as scratch:
         cells = evaluate_run(open_run(run, experiment), arms, cell_store(Path(scratch)))
