@@ -36,7 +36,7 @@ import numpy as np
 from benchmarks import demonstrations, smollm2_reader
 from benchmarks.orderings import ORDERINGS, Ordering, findings
 from experiential.cli.errors import exit_code
-from experiential.config import Arm, Experiment
+from experiential.config import Arm
 from experiential.envs import random_agent
 from experiential.errors import ConfigError
 from experiential.evaluation.card import (
@@ -122,8 +122,6 @@ class Setup:
         profile: of the model; None: the bundled one.
         records: start each bank with a raw record of every training vault, so that an untrained
             actor has something to read.
-        reader: the environment whose `static-online`, of the same seed, is trained first; every
-            recipe begins with its actor, which has learned to read lessons.
     """
 
     training: tuple[str, ...]
@@ -135,7 +133,6 @@ class Setup:
     chance: float | None = None
     profile: str | None = None
     records: bool = False
-    reader: str | None = None
 
 
 ENVIRONMENTS = {
@@ -216,18 +213,6 @@ ENVIRONMENTS["lake-words"] = Setup(
     curve=("eval.every=24", "eval.worlds=20", "eval.visits=4"),
     final=("eval.worlds=40", "eval.visits=4"),
     recipes=(*EARNED_RECIPES, "static-online-lake-rule", "erl", "erl-no-reflection"),
-)  # fmt: skip
-# The same with an actor that has learned to read lessons before the extractor begins to learn. Each
-# member of a group reads an entry of its own, or the extractor gets too few rewards to learn from.
-ENVIRONMENTS["lake-words-read"] = replace(
-    ENVIRONMENTS["lake-words"],
-    training=(
-        *ENVIRONMENTS["lake-words"].training, "bank.retrieval.strategy=diverse",
-        "extractor.temperature=0.6", "extractor.batch_size=32", "extractor.updates_per_step=4",
-        "extractor.optim.lr=2e-4", "extractor.kl=0.0",
-    ),
-    recipes=("static-online-all-guided", "complementary-all-guided", "template-all-guided"),
-    reader="lake-words",
 )  # fmt: skip
 # A model that nobody here made, with the settings of its quickstart.
 ENVIRONMENTS["vault-smollm2"] = Setup(
@@ -339,7 +324,7 @@ def play_cell(
     """
     overrides = [*overrides_of(environment, recipe, seed), *more]
     base = base_of(environment, recipe)
-    begun = cold_start(environment, recipe, overrides, seed, scratch, more)
+    begun = cold_start(environment, recipe, overrides, seed, scratch)
     experiment = load_experiment(base, [*overrides, *begun])
     begin = time.perf_counter()
     # The final arms play with the policies as trained, so these outlive the run.
@@ -393,24 +378,11 @@ def base_of(environment: str, recipe: str) -> str:
 
 
 def cold_start(
-    environment: str,
-    recipe: str,
-    overrides: Sequence[str],
-    seed: int,
-    scratch: Path,
-    more: Sequence[str] = (),
+    environment: str, recipe: str, overrides: Sequence[str], seed: int, scratch: Path
 ) -> list[str]:
-    """Make what a cell begins with: demonstrations, a bank of records, an actor that can read.
-
-    Returns:
-        the settings that name it.
-    """
-    setup = ENVIRONMENTS[environment]
+    """Write what a cell begins with, demonstrations or a bank of records; return the setting."""
     experiment = load_experiment(base_of(environment, recipe), overrides)
-    if setup.reader is not None:
-        first = [*overrides_of(setup.reader, "static-online", seed), *more]
-        return reader(load_experiment("static-online", first), scratch / "reader")
-    if setup.records and experiment.extractor.enabled:
+    if ENVIRONMENTS[environment].records and experiment.extractor.enabled:
         smollm2_reader.write_bank(scratch / "records")
         return [f"bank.path={scratch / 'records'}"]
     if recipe not in DEMONSTRATIONS:
@@ -421,18 +393,6 @@ def cold_start(
     )
     file.write_text("".join(json.dumps(chat) + "\n" for chat in chats), encoding="utf-8")
     return [f"methods.cold_start={{demonstrations: {file}}}"]
-
-
-def reader(experiment: Experiment, output: Path) -> list[str]:
-    """Train an actor; return the settings by which a run begins with it and a fresh extractor."""
-    quiet = {"before": False, "every": 0, "after": False}
-    quiet_eval = experiment.eval.model_copy(update=quiet)
-    Trainer(experiment.model_copy(update={"eval": quiet_eval}), output).run()
-    model = experiment.model
-    return [
-        f"model.name={output / 'actor'}",
-        f"extractor_model={{name: {model.name}, prompts: {model.prompts}}}",
-    ]
 
 
 def final_cells(
