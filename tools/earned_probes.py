@@ -1,11 +1,15 @@
 """Measure what a model of `tools.earned_corpus` can do, part by part, before any reinforcement.
 
     python -m tools.earned_probes FOLDER [--samples 200] [--games lake] [--temperature 0.3]
-        [--system "Do what the note says."]
+        [--system "Do what the note says."] [--run RUN]
 
 Vaults and lakes are those of the split dev, and so are the names and layouts: the model never saw
 them. A share is the mean probability of a right answer among the admissible ones, as the actor
 draws them; of lessons it is the share of sampled answers that are right to the letter.
+
+With ``--run`` the model also distils the very plays that a run on FrozenLake in dialects recorded:
+right and wrong pairs a lesson, and the success of the episodes that were shown an entry, by
+how many of its pairs are right and wrong.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from typing import Any
 
 from experiential.agents.operations import CONSOLIDATION, DISTILLATION, parse_operations
 from experiential.agents.prompts import experience_block
+from experiential.bank.bank import ExperienceBank
 from experiential.envs.dialect import DIRECTIONS
 from experiential.envs.frozen_lake import FrozenLakeEnv
 from experiential.envs.grid import MOVES
@@ -60,7 +65,11 @@ class Model:
         self, messages: Sequence[Any], *, sample: bool = True, temperature: float = 1.0
     ) -> str:
         """Return an answer, the likeliest or a sampled one."""
-        ids = self._torch.tensor([self._ids(messages)])
+        return self.go_on(self._ids(messages), sample=sample, temperature=temperature)
+
+    def go_on(self, prompt: Sequence[int], *, sample: bool = True, temperature: float = 1.0) -> str:
+        """Return an answer to the tokens of a prompt."""
+        ids = self._torch.tensor([list(prompt)])
         with self._torch.no_grad():
             out = self.model.generate(
                 input_ids=ids, attention_mask=self._torch.ones_like(ids), max_new_tokens=80,
@@ -74,6 +83,11 @@ def texts(answer: str) -> list[str]:
     """Return the texts that an answer writes."""
     parsed = parse_operations(answer, kinds=(*DISTILLATION, *CONSOLIDATION))
     return [getattr(one, "text", "") for one in parsed.operations]
+
+
+def pairs_of(text: str) -> set[str]:
+    """Return the pairs of direction and word that a lesson tells."""
+    return set(re.findall(r"[NSWE](?:Up|Down|Left|Right)", text))
 
 
 def mean(values: Sequence[float]) -> float:
@@ -183,15 +197,50 @@ def lessons(
                 title = f"{kind}, {'sampled' if how else 'greedy'}"
                 found.setdefault(title, []).append(float(got == want))
                 if name == "lake" and got and want:
-                    pairs, told = (
-                        set(re.findall(r"[NSWE](?:Up|Down|Left|Right)", one[0]))
-                        for one in (want, got)
-                    )
+                    pairs, told = pairs_of(want[0]), pairs_of(got[0])
                     if told:
                         found.setdefault(f"{title}, pairs told that are right", []).append(
                             len(told & pairs) / len(told)
                         )
     return {name: mean(values) for name, values in sorted(found.items())}
+
+
+def recorded(
+    model: Model, run: Path, count: int, temperature: float, seed: int = 5
+) -> dict[str, Any]:
+    """Return how right lessons about the plays of a run are, and what its own entries brought."""
+    env = FrozenLakeEnv("train", **LAKE, dialects=120)  # type: ignore[arg-type]
+    truth: dict[str, set[str]] = {}
+    for world in env.worlds:
+        _, info = env.reset(seed=0, options={"world": world})
+        dialect = env.dialect
+        known = dict(zip(DIRECTIONS, dialect.directions, strict=True))
+        truth[info["task"]] = pairs_of(legend(dialect.name, known))
+    with ExperienceBank(run / "bank", read_only=True) as bank:
+        firsts = [one for entry in bank.entries() if (one := bank.version(entry.id, 1)) is not None]
+        random.Random(seed).shuffle(firsts)
+        found: dict[str, list[float]] = {"pairs right": [], "pairs wrong": []}
+        for entry in firsts:
+            made = bank.generation(entry.provenance.generation or "")
+            if made is None or entry.task not in truth or len(found["pairs right"]) == count:
+                continue
+            said = texts(model.go_on(made.prompt_ids, temperature=temperature))
+            told = pairs_of(said[0]) if said else set[str]()
+            found["pairs right"].append(len(told & truth[entry.task]))
+            found["pairs wrong"].append(len(told - truth[entry.task]))
+        won: dict[str, list[float]] = {}
+        for line in (run / "episodes.jsonl").read_text("utf-8").splitlines():
+            for played in json.loads(line)["rows"]:
+                if not played["shown"] or played["task"] not in truth:
+                    continue
+                use = played["shown"][0]
+                entry = bank.version(use["experience_id"], use["experience_version"])
+                told = pairs_of(entry.text) if entry is not None else set[str]()
+                right, wrong = len(told & truth[played["task"]]), len(told - truth[played["task"]])
+                won.setdefault(f"{right} right, {wrong} wrong", []).append(played["success"])
+    often = sorted(won.items(), key=lambda item: -len(item[1]))[:8]
+    shown = {kind: {"success": mean(some), "episodes": len(some)} for kind, some in often}
+    return {"lessons": {name: mean(some) for name, some in found.items()}, "shown": shown}
 
 
 def main() -> None:
@@ -202,11 +251,14 @@ def main() -> None:
     parser.add_argument("--system", help="system message of the actor in place of the shipped one")
     parser.add_argument("--temperature", type=float, default=1.0, help="of sampled lessons")
     parser.add_argument("--games", nargs="+", choices=GAMES, default=GAMES)
+    parser.add_argument("--run", type=Path, help="of a run on FrozenLake in dialects")
     options = parser.parse_args()
     model = Model(options.folder)
     play = {"vault": vault, "lake": lake}
     report = {game: play[game](model, options.samples, options.system) for game in options.games}
     report["lessons"] = lessons(model, options.samples // 2, options.games, options.temperature)
+    if options.run is not None:
+        report["plays"] = recorded(model, options.run, options.samples, options.temperature)
     sys.stdout.write(json.dumps(report, indent=1) + "\n")
 
 
