@@ -4,15 +4,18 @@ from everything that evaluation uses.
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections import defaultdict
+from pathlib import Path
 
 from benchmarks.earned_rules import lake_lesson, vault_lesson
 from experiential.agents.operations import CONSOLIDATION, DISTILLATION, parse_operations
+from experiential.bank.bank import ExperienceBank
 from experiential.envs.names import world_names
 from experiential.llm.models import load_tokenizer
-from experiential.types import Trajectory, Turn
+from experiential.types import Trajectory, Turn, Use
 from tools.earned_corpus import (
     HALF,
     LAKE_STAGES,
@@ -24,6 +27,7 @@ from tools.earned_corpus import (
     ruled_out,
     sampler,
 )
+from tools.earned_probes import advised, meanings
 from tools.tiny_corpus import Sample
 
 SAMPLES = [make() for make in [sampler(3)] for _ in range(1500)]
@@ -154,3 +158,28 @@ def test_lists_are_joined_without_repeats_and_a_lever_found_wins() -> None:
         assert text != live(world, lists[0][0])
         joined += 1
     assert joined > 100
+
+
+def test_advised_episodes_are_counted_by_right_and_wrong_pairs_of_what_they_were_shown(
+    tmp_path: Path,
+) -> None:
+    task, pairs = next(iter(meanings().items()))
+    right = sorted(pairs)[:2]
+    swapped = [right[0][0] + right[1][1:], right[1][0] + right[0][1:]]  # each other's direction
+    with ExperienceBank(tmp_path / "bank", embedder="hashing") as bank:
+        rows = list[dict[str, object]]()
+        for told, won in ((right, True), (right, False), (swapped, False), (None, True)):
+            entry = bank.add(f"A dialect:{','.join(told)}.", task=task) if told else None
+            used = [Use(experience_id=entry.id, experience_version=1)] if entry else []
+            played = Trajectory(task=task, success=won, uses=tuple(used))
+            bank.record(played)
+            rows.append({
+                "id": played.id, "task": task, "success": won, "condition": "guided", "turns": 0,
+                "error": None, "transcript": [],
+            })  # fmt: skip
+        line = {"event": "episodes", "step": 1, "rows": rows}
+        (tmp_path / "episodes.jsonl").write_text(json.dumps(line) + "\n")
+        assert advised(tmp_path, bank) == {
+            "2 right, 0 wrong": {"success": 0.5, "episodes": 2},
+            "0 right, 2 wrong": {"success": 0.0, "episodes": 1},
+        }

@@ -7,9 +7,9 @@ Vaults and lakes are those of the split dev, and so are the names and layouts: t
 them. A share is the mean probability of a right answer among the admissible ones, as the actor
 draws them; of lessons it is the share of sampled answers that are right to the letter.
 
-With ``--run`` the model also distils the very plays that a run on FrozenLake in dialects recorded:
-right and wrong pairs a lesson, and the success of the episodes that were shown an entry, by
-how many of its pairs are right and wrong.
+``--run`` names a run on FrozenLake in dialects. The model then also distils plays of that run. The
+report has right and wrong pairs a lesson, and the success of the run's advised episodes by how many
+pairs of the entry shown were right and wrong.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ import random
 import re
 import sys
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from experiential.agents.operations import CONSOLIDATION, DISTILLATION, parse_operations
 from experiential.agents.prompts import experience_block
 from experiential.bank.bank import ExperienceBank
+from experiential.bank.protocol import Bank
 from experiential.envs.dialect import DIRECTIONS
 from experiential.envs.frozen_lake import FrozenLakeEnv
 from experiential.envs.grid import MOVES
 from experiential.envs.vault import VaultEnv
+from experiential.evaluation.episode_log import EPISODES_FILE, EpisodeLog, shown_text
 from tools import earned_corpus
 from tools.earned_corpus import BRIEF, LAKE, BlindVaultTasks, DialectTasks, legend, live, ruled_out
 
@@ -43,6 +46,7 @@ class Model:
         import torch
         from transformers import AutoTokenizer, LlamaForCausalLM
 
+        torch.manual_seed(0)  # of the sampled answers
         self._torch = torch
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -205,42 +209,48 @@ def lessons(
     return {name: mean(values) for name, values in sorted(found.items())}
 
 
-def recorded(
-    model: Model, run: Path, count: int, temperature: float, seed: int = 5
-) -> dict[str, Any]:
-    """Return how right lessons about the plays of a run are, and what its own entries brought."""
+def meanings() -> dict[str, set[str]]:
+    """Return the true pairs of each dialect of the split train, by task."""
     env = FrozenLakeEnv("train", **LAKE, dialects=120)  # type: ignore[arg-type]
-    truth: dict[str, set[str]] = {}
+    found: dict[str, set[str]] = {}
     for world in env.worlds:
         _, info = env.reset(seed=0, options={"world": world})
-        dialect = env.dialect
-        known = dict(zip(DIRECTIONS, dialect.directions, strict=True))
-        truth[info["task"]] = pairs_of(legend(dialect.name, known))
-    with ExperienceBank(run / "bank", read_only=True) as bank:
-        firsts = [one for entry in bank.entries() if (one := bank.version(entry.id, 1)) is not None]
-        random.Random(seed).shuffle(firsts)
-        found: dict[str, list[float]] = {"pairs right": [], "pairs wrong": []}
-        for entry in firsts:
-            made = bank.generation(entry.provenance.generation or "")
-            if made is None or entry.task not in truth or len(found["pairs right"]) == count:
-                continue
-            said = texts(model.go_on(made.prompt_ids, temperature=temperature))
-            told = pairs_of(said[0]) if said else set[str]()
-            found["pairs right"].append(len(told & truth[entry.task]))
-            found["pairs wrong"].append(len(told - truth[entry.task]))
-        won: dict[str, list[float]] = {}
-        for line in (run / "episodes.jsonl").read_text("utf-8").splitlines():
-            for played in json.loads(line)["rows"]:
-                if not played["shown"] or played["task"] not in truth:
-                    continue
-                use = played["shown"][0]
-                entry = bank.version(use["experience_id"], use["experience_version"])
-                told = pairs_of(entry.text) if entry is not None else set[str]()
-                right, wrong = len(told & truth[played["task"]]), len(told - truth[played["task"]])
-                won.setdefault(f"{right} right, {wrong} wrong", []).append(played["success"])
+        known = dict(zip(DIRECTIONS, env.dialect.directions, strict=True))
+        found[info["task"]] = pairs_of(legend(env.dialect.name, known))
+    return found
+
+
+def distilled(model: Model, bank: Bank, count: int, temperature: float) -> dict[str, float]:
+    """Return right and wrong pairs a lesson, written of the plays that new entries came from."""
+    truth = meanings()
+    firsts = [one for entry in bank.entries() if (one := bank.version(entry.id, 1)) is not None]
+    random.Random(5).shuffle(firsts)
+    asked = (
+        (truth[one.task], made)
+        for one in firsts
+        if one.task in truth
+        and (made := bank.generation(one.provenance.generation or "")) is not None
+    )
+    found: dict[str, list[float]] = {"pairs right": [], "pairs wrong": []}
+    for pairs, made in islice(asked, count):
+        told = pairs_of(" ".join(texts(model.go_on(made.prompt_ids, temperature=temperature))))
+        found["pairs right"].append(len(told & pairs))
+        found["pairs wrong"].append(len(told - pairs))
+    return {name: mean(values) for name, values in found.items()}
+
+
+def advised(run: Path, bank: Bank) -> dict[str, dict[str, float]]:
+    """Return the success of advised episodes, by the right and wrong pairs that they were shown."""
+    truth, won = meanings(), dict[str, list[float]]()
+    for summary in EpisodeLog(run / EPISODES_FILE).summaries():
+        played = bank.trajectory(summary.id)
+        if played is None or not played.uses or played.task not in truth:
+            continue
+        told, pairs = pairs_of(shown_text(bank, played.uses[0]) or ""), truth[played.task]
+        kind = f"{len(told & pairs)} right, {len(told - pairs)} wrong"
+        won.setdefault(kind, []).append(bool(played.success))
     often = sorted(won.items(), key=lambda item: -len(item[1]))[:8]
-    shown = {kind: {"success": mean(some), "episodes": len(some)} for kind, some in often}
-    return {"lessons": {name: mean(some) for name, some in found.items()}, "shown": shown}
+    return {kind: {"success": mean(some), "episodes": len(some)} for kind, some in often}
 
 
 def main() -> None:
@@ -258,7 +268,9 @@ def main() -> None:
     report = {game: play[game](model, options.samples, options.system) for game in options.games}
     report["lessons"] = lessons(model, options.samples // 2, options.games, options.temperature)
     if options.run is not None:
-        report["plays"] = recorded(model, options.run, options.samples, options.temperature)
+        with ExperienceBank(options.run / "bank", read_only=True) as bank:
+            written = distilled(model, bank, options.samples, options.temperature)
+            report["plays"] = {"lessons": written, "advised": advised(options.run, bank)}
     sys.stdout.write(json.dumps(report, indent=1) + "\n")
 
 
