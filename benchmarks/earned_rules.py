@@ -1,9 +1,10 @@
-"""Write the lessons of Vault without a clerk and of FrozenLake in dialects by rules, not a model.
+"""Write the lessons of worlds that must be remembered by rules, not by a model.
 
 The best that an extractor could do there: `extractor.agent=benchmarks.earned_rules:vault` keeps the
-list of the levers tried in vain, or the one that opened; `extractor.agent=benchmarks.earned_rules:
-lake` compares each board with the one before. Both go on from the entry that the actor was shown.
-They know the games, so they bound an extractor from above and are no method.
+list of the levers tried in vain, or the one that opened; `...:lake` compares each board of
+FrozenLake with the one before; `...:home` lists what was seen where in a household of ALFWorld.
+All go on from the entry that the actor was shown. They know the games, so they bound an extractor
+from above and are no method.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.households import house_of, listing, sights
 from experiential.agents.functions import FunctionExtractor
 from experiential.envs.grid import MOVES
 from experiential.llm.base import LLM
@@ -84,6 +86,20 @@ def lake_lesson(trajectory: Trajectory, known: str) -> str:
     return legend(name, found) if found else ""
 
 
+def home_lesson(trajectory: Trajectory, known: str) -> str:
+    """Return where each kind of object was seen, in this visit or by the entry known.
+
+    >>> from experiential.types import Turn
+    >>> turn = Turn(observation="", action="go to bed 1", feedback="On the bed 1, you see a pen 1.")
+    >>> visit = Trajectory(task="Do what is asked in the house of Iron Mill.", turns=(turn,))
+    >>> home_lesson(visit, "In the house of Iron Mill: cd at safe 1.")
+    'In the house of Iron Mill: cd at safe 1, pen at bed 1.'
+    """
+    kept = sights("\n".join(turn.feedback for turn in trajectory.turns))
+    kept = dict(re.findall(r"(\w+) at (\w+ \d+)", known)) | kept
+    return listing(house_of(trajectory.task), kept) if kept else ""
+
+
 def vault(llm: LLM, **options: Any) -> Rule:
     """Build the rule for Vault as an extractor."""
     return Rule(vault_lesson)
@@ -92,3 +108,8 @@ def vault(llm: LLM, **options: Any) -> Rule:
 def lake(llm: LLM, **options: Any) -> Rule:
     """Build the rule for FrozenLake as an extractor."""
     return Rule(lake_lesson)
+
+
+def home(llm: LLM, **options: Any) -> Rule:
+    """Build the rule for ALFWorld's households as an extractor."""
+    return Rule(home_lesson)

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import demonstrations, smollm2_reader
+from benchmarks import demonstrations, households, smollm2_reader
 from benchmarks.orderings import ORDERINGS, Ordering, findings
 from experiential.cli.errors import exit_code
 from experiential.config import Arm
@@ -88,6 +88,7 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "complementary-per-group-2": ("complementary", ("extractor.per_group=2",)),
     "complementary-search-and-ask": ("complementary", ("actor.search_and_ask=1",)),
     "static-online-all-guided": ("static-online", _ALL_GUIDED),
+    "static-online-home-rule": ("static-online", ("extractor.agent=benchmarks.earned_rules:home",)),
     "static-online-lake-rule": ("static-online", ("extractor.agent=benchmarks.earned_rules:lake",)),
     "static-online-vault-rule": (
         "static-online",
@@ -230,6 +231,43 @@ ENVIRONMENTS["vault-smollm2"] = Setup(
     profile="small",
     records=True,
 )  # fmt: skip
+# The law for that model: its recipe on Vault, and the bank and the worlds of the law.
+ENVIRONMENTS["vault-law-smollm2"] = Setup(
+    training=(
+        *ENVIRONMENTS["vault-smollm2"].training, *ENVIRONMENTS["vault-law"].training,
+        # With one visit each, nothing about the very vault was there to learn reading from.
+        "env.visits=2", "extractor.per_group=2", "run.steps=32",
+    ),
+    curve=(
+        "eval.every=16", "eval.worlds=30", "eval.visits=1", "eval.arms=[off, frozen]",
+        "eval.temperature=1.0",
+    ),
+    final=("eval.worlds=120", "eval.visits=2"),
+    recipes=(
+        "grpo", "static-online-all-guided", "complementary-all-guided", "template-all-guided",
+        "history",
+    ),
+    arm="frozen",
+    profile="small",
+)  # fmt: skip
+# Households of ALFWorld, in which a kind of object is always kept in one place, for that model.
+ENVIRONMENTS["alfworld-homes"] = Setup(
+    training=(
+        *households.SETTINGS,
+        "env.visits=2", "actor.groups=6", "actor.group_size=8", "actor.mini_batches=1",
+        "actor.max_tokens=24", "extractor.per_group=1", "extractor.batch_size=12",
+        "extractor.optim.lr=3e-4", "extractor.max_tokens=96", "bank.embedder=hashing",
+        "bank.retrieval.strategy=recent", "bank.retrieval.floor=-1.0",
+        "bank.options.retrieval.same_task=true", "run.steps=12",
+    ),
+    curve=("eval.every=6", "eval.worlds=20", "eval.visits=2", "eval.temperature=1.0"),
+    final=("eval.worlds=40", "eval.visits=3"),
+    recipes=(
+        "grpo", "static-online", "complementary", "template", "history", "static-online-home-rule",
+    ),
+    chance=0.0,  # of 400 episodes of random moves, without ALFWorld at hand
+    profile="small",
+)  # fmt: skip
 # Above, the comment on each move is in every observation; here neither method reads it.
 ENVIRONMENTS["frozen-lake-hidden"] = replace(
     ENVIRONMENTS["frozen-lake"],
@@ -243,7 +281,7 @@ ALL = (
 """Settings of every run; with run.drain the same cell twice gives the same outcomes."""
 WITHOUT_EXTRACTOR = (
     "template", "template-all-guided", "history",
-    "static-online-lake-rule", "static-online-vault-rule",
+    "static-online-home-rule", "static-online-lake-rule", "static-online-vault-rule",
 )  # fmt: skip
 """Recipes whose entries a function writes: the baselines of an environment without others."""
 WRITERS = ("static-online", "static-online-all-guided", *WITHOUT_EXTRACTOR)

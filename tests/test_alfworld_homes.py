@@ -133,14 +133,21 @@ def test_a_world_is_a_household_and_the_seed_draws_the_game() -> None:
 
     env = ALFWorldEnv("dev", data="made", households=2)
     infos: list[dict[str, Any]] = []
+    first = name = ""
     for seed in (0, 1, 0):
         observation, info = env.reset(seed=seed, options={"world": 1})
         infos.append(info)
+        first = observation if len(infos) == 1 else first
         name = info["task"].removeprefix("In ").split(":")[0]
         assert observation.startswith(f"You are in {name}. ")
         assert info["task"].endswith(env.game.goal)
         assert info["task_id"] == world_of(info["instance"]) == f"alfworld-made-homes-dev-{name}"
     assert infos[0] == infos[2] and infos[0]["instance"] != infos[1]["instance"]
+    only = ALFWorldEnv("dev", data="made", households=2, goal_in_task=False)
+    told, named = only.reset(seed=0, options={"world": 1})
+    assert told == first and named["task"] == f"Do what is asked in {name}."
+    assert (named["task_id"], named["instance"]) == (infos[0]["task_id"], infos[0]["instance"])
+    only.close()
     twin = pickle.loads(pickle.dumps(env))
     assert twin.task == env.task and twin.oracle_action() == env.oracle_action()
     while not info["success"]:
@@ -164,6 +171,7 @@ def test_games_without_households_stay_as_they_were_and_wrong_arguments_are_refu
         {"households": 3, "games": 3},
         {"households": 3, "split": "valid_seen"},
         {"split": "dev"},
+        {"goal_in_task": False},
     ]
     for arguments in wrong:
         with pytest.raises(ValueError, match="Expected"):

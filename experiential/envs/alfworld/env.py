@@ -65,6 +65,7 @@ class ALFWorldEnv(TextEnv):
         games: int | None = None,
         households: int | None = None,
         task_types: Sequence[str] | None = None,
+        goal_in_task: bool = True,
         turns: int | None = None,
         failure: float | None = None,
         show_actions: bool = True,
@@ -82,6 +83,11 @@ class ALFWorldEnv(TextEnv):
             raise ConfigError(
                 f"Expected task_types to be a list of {', '.join(TASK_TYPES)}, got {task_types!r}"
             )
+        if not goal_in_task and households is None:
+            raise ConfigError(
+                "Expected goal_in_task=False with households alone, whose name is then the task, got"
+                " no households"
+            )
         if games is not None and households is not None:
             raise ConfigError("Expected games or households, got both; leave one of them out")
         positive(
@@ -93,7 +99,7 @@ class ALFWorldEnv(TextEnv):
         )
         require("alfworld", "alfworld", "textworld", "fast_downward")
         self.split, self.turns, self.failure = split, chosen["turns"], float(chosen["failure"])
-        self.show_actions = show_actions
+        self.show_actions, self.goal_in_task = show_actions, goal_in_task
         folder = data if data is not None else default_folder()
         self._source = (split, folder, games, tuple(task_types or ()), households, generation)
         self._playing = (recycle, timeout, in_process, cached)
@@ -113,7 +119,9 @@ class ALFWorldEnv(TextEnv):
 
     @property
     def task(self) -> str:
-        """Return the goal in words, with the household where there are such."""
+        """Return the goal in words, with the household where there are such, or that alone."""
+        if not self.goal_in_task:
+            return f"Do what is asked in {self._house}."
         return f"In {self._house}: {self.game.goal}" if self._house else self.game.goal
 
     def _begin(self, world: int) -> tuple[str, Info]:

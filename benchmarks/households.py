@@ -1,0 +1,284 @@
+"""Give SmolLM2 a cold start in ALFWorld's made households, from walkthroughs of a script.
+
+    python -m benchmarks.households demonstrations OUT.jsonl [--count 250] [--seed 0]
+    python -m benchmarks.households start build/homes [--count 250] [--seed 0] [--epochs 2]
+
+A world is a household, in which each kind of object is always kept in one place; the task is to
+bring an object somewhere. The script goes where a note says that the object is kept, else it
+looks into one place after the other, in an order that it draws. Half of its episodes in the
+training households show a note, made by its own earlier visit: a list of what was seen where, or
+the sentences that said so. ``demonstrations`` writes the chats that an actor would have had in the
+episodes that succeeded, and for two episodes of five, lost ones too, the chat in which an extractor
+writes the list. ``start`` trains a LoRA adapter on them and saves the model with it merged, which
+all recipes of the study's environment ``alfworld-homes`` start from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from experiential.agents.actor import ActorAgent
+from experiential.agents.prompts import experience_block, prompt_set
+from experiential.config import Experiment
+from experiential.llm.models import resolve_model
+from experiential.llm.scripted import ScriptedLLM
+from experiential.recipe import load_experiment
+from experiential.rollout import make_env
+from experiential.training.roles import prompt_set_name
+from experiential.training.trainer import Trainer
+from experiential.types import Experience, Trajectory, Turn
+
+SETTINGS = (
+    "env.id=experiential/ALFWorld-v0", "env.max_turns=8",
+    "env.kwargs={data: made, task_types: [pick_and_place_simple], turns: 8,"
+    " show_actions: false, goal_in_task: false}",
+    "env.train={split: train, households: 200}", "env.eval={split: eval, households: 40}",
+    "model.name=build/homes",
+)  # fmt: skip
+"""Environment and model of the study. An episode is as long as an object can be found in by a
+note, and by search in one house of three; an actor that may choose among all commands needs no list
+of them in the prompt."""
+NOTED, DISTILLED = 0.5, 0.4
+"""Shares of the episodes that show a note, and that are distilled."""
+
+_SIGHT = re.compile(r"(?:On the ([a-z]+ \d+)|The ([a-z]+ \d+) is open\. In it), you see ([^.]*)\.")
+_GOAL = re.compile(r"Your task is to: put (?:a|some) (\w+) (?:in|on) (\w+)\.")
+
+
+def sights(text: str) -> dict[str, str]:
+    """Return the kinds of objects that a text says are seen, each with the place seen first.
+
+    >>> sights("You arrive at bed 1. On the bed 1, you see a vase 2, a vase 1, and a pen 1.")
+    {'vase': 'bed 1', 'pen': 'bed 1'}
+    >>> sights("The drawer 1 is open. In it, you see nothing.")
+    {}
+    """
+    seen: dict[str, str] = {}
+    for on, inside, listed in _SIGHT.findall(text):
+        for kind in re.findall(r"an? (\w+) \d+", listed):
+            seen.setdefault(kind, on or inside)
+    return seen
+
+
+def listing(house: str, kept: Mapping[str, str]) -> str:
+    """Return the note where kinds of objects are kept.
+
+    >>> listing("the house of Iron Mill", {"vase": "bed 1", "pen": "desk 1"})
+    'In the house of Iron Mill: vase at bed 1, pen at desk 1.'
+    """
+    return f"In {house}: {', '.join(f'{kind} at {place}' for kind, place in kept.items())}."
+
+
+class Resident:
+    """Bring the object where the goal asks for, in one episode.
+
+    Args:
+        observation: the first one, with the goal.
+        known: kinds of objects and the places where a note says that they are kept.
+        rng: of the order in which places are looked into.
+    """
+
+    def __init__(self, observation: str, known: Mapping[str, str], rng: random.Random) -> None:
+        goal = _GOAL.search(observation)
+        assert goal is not None, observation
+        self._kind, self._end = goal.groups()
+        self._first, self._rng = known.get(self._kind), rng
+        self._visited: set[str] = set()
+        self._held = False
+
+    def act(self, info: Mapping[str, Any]) -> str:
+        """Return the next action."""
+        can: Sequence[str] = info["admissible"]
+        for verb in ("move", "take"):
+            for action in can:
+                parts = re.fullmatch(rf"{verb} {self._kind} \d+ (?:to|from) (\w+) \d+", action)
+                if parts and (verb == "move") == (parts[1] == self._end):
+                    self._held = verb == "take"
+                    return action
+        opening = [action for action in can if action.startswith("open ")]
+        if opening:  # of the place where it stands
+            return opening[0]
+        return f"go to {self._next([one[6:] for one in can if one.startswith('go to ')])}"
+
+    def _next(self, places: Sequence[str]) -> str:
+        if self._held:
+            return next(place for place in sorted(places) if place.split()[0] == self._end)
+        if self._first in places and self._first not in self._visited:
+            place = str(self._first)
+        else:  # a wanted object is never where it must go
+            left = [
+                place
+                for place in places
+                if place not in self._visited and place.split()[0] != self._end
+            ]
+            place = self._rng.choice(left or list(places))
+        self._visited.add(place)
+        return place
+
+
+def explored(env: Any, world: int, rng: random.Random, looks: int) -> tuple[dict[str, str], str]:
+    """Look into some places of a household; return what was seen where, and the sentences."""
+    _, info = env.reset(seed=rng.randrange(2**31), options={"world": world})
+    places = [one for one in info["admissible"] if one.startswith("go to ")]
+    said: list[str] = []
+    for place in rng.sample(places, min(looks, len(places))):
+        observation, *_, over, info = env.step(place)
+        for action in (one for one in info["admissible"] if one.startswith("open ")):
+            if not over:
+                observation, *_, over, info = env.step(action)
+        said.append(
+            " ".join(re.findall(r"(?:On the|The \w+ \d+ is open)[^.]*\.[^.]*\.?", observation))
+        )
+        if over:
+            break
+    return sights("\n".join(said)), "\n".join(line.strip() for line in said if sights(line))
+
+
+def demonstrations(experiment: Experiment, count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield the chats of ``count`` episodes in the training households: acting, distilling."""
+    rng = random.Random(seed)
+    with closing(make_env(experiment.env, experiment.env.train)) as env:
+        worlds = len(env.unwrapped.worlds)  # type: ignore[attr-defined]
+        for _ in range(count):
+            world, known, note = rng.randrange(worlds), dict[str, str](), ""
+            if rng.random() < NOTED:
+                known, said = explored(env, world, rng, rng.randint(2, 4))
+                if known:
+                    task = env.unwrapped.task  # type: ignore[attr-defined]
+                    note = listing(house_of(task), known) if rng.random() < 0.5 else said
+            chat, trajectory = played(env, world, known, note, experiment, rng)
+            if trajectory.success:
+                yield chat
+            if rng.random() < DISTILLED:
+                yield distilled(trajectory, known if rng.random() < 0.5 else {}, experiment)
+
+
+def played(
+    env: Any,
+    world: int,
+    known: Mapping[str, str],
+    note: str,
+    experiment: Experiment,
+    rng: random.Random,
+) -> tuple[dict[str, Any], Trajectory]:
+    """Play one episode with a note, or an empty one; return it as a chat and as a trajectory."""
+    said: list[str] = []
+    llm = ScriptedLLM(lambda messages: said[-1])
+    options = experiment.actor.options
+    agent = ActorAgent(
+        llm,
+        prompts=prompt_set_name(experiment.model),
+        instruction=options.instruction,
+        advice=options.advice,
+        constrain=True,
+    )
+    observation, info = env.reset(seed=rng.randrange(2**31), options={"world": world})
+    resident = Resident(observation, known, rng)
+    info |= {"experience_prompt": experience_block([note])} if note else {}
+    chat: list[dict[str, str]] = []
+    turns: list[Turn] = []
+    done, reward = False, 0.0
+    while not done:
+        said.append(resident.act(info))
+        action = agent.act(observation, info)
+        asked = [dict(message) for message in llm.calls[-1]]
+        chat = [*asked, {"role": "assistant", "content": action}]
+        following, reward, terminated, truncated, info = env.step(action)
+        turns.append(Turn(observation=observation, action=action, feedback=info["feedback"]))
+        observation, done = following, terminated or truncated
+    trajectory = Trajectory(
+        task=info["task"], turns=tuple(turns), success=info["success"], reward=reward
+    )
+    return {"messages": chat}, trajectory
+
+
+def distilled(
+    trajectory: Trajectory, known: Mapping[str, str], experiment: Experiment
+) -> dict[str, Any]:
+    """Return the chat in which an extractor adds what was seen to the list that was known."""
+    house = house_of(trajectory.task)
+    entries = [Experience(text=listing(house, known))] if known else []
+    seen = sights("\n".join(turn.feedback for turn in trajectory.turns))
+    operation: dict[str, Any] = {"op": "return"}
+    if seen.keys() - known.keys():
+        text = listing(house, {**known, **seen})
+        operation = (
+            {"op": "update", "entry": 1, "text": text} if known else {"op": "add", "text": text}
+        )
+    answer = json.dumps({"operations": [operation]}, separators=(",", ":"))
+    prompts = prompt_set(prompt_set_name(experiment.model))
+    asked = prompts.distill_messages(trajectory, entries, experiment.extractor.max_operations)
+    return {"messages": [*asked, {"role": "assistant", "content": answer}]}
+
+
+def house_of(task: str) -> str:
+    """Return the household that a task names."""
+    return task.removeprefix("Do what is asked in ").rstrip(".")
+
+
+def write(file: Path, count: int, seed: int) -> int:
+    """Write the demonstrations of ``count`` episodes; return how many chats these are."""
+    experiment = load_experiment("complementary+small", [*SETTINGS, "model.name=smollm2"])
+    chats = list(demonstrations(experiment, count, seed))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(chat) + "\n" for chat in chats), encoding="utf-8")
+    return len(chats)
+
+
+def start(folder: Path, count: int, seed: int, epochs: int) -> None:
+    """Train SmolLM2 on demonstrations and save it, adapter merged, with its tokenizer."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as scratch:
+        chats = Path(scratch) / "demonstrations.jsonl"
+        print(f"{write(chats, count, seed)} chats of {count} episodes")
+        cold = f"{{demonstrations: {chats}, epochs: {epochs}, batch_size: 6}}"
+        experiment = load_experiment(
+            "grpo+small",
+            [
+                *SETTINGS, "model.name=smollm2", f"seed={seed}", "run.steps=0", "model.threads=1",
+                "eval.before=false", "eval.after=false", f"methods.cold_start={cold}",
+            ],
+        )  # fmt: skip
+        Trainer(experiment, Path(scratch) / "run", observer=_tell).run()
+        base = AutoModelForCausalLM.from_pretrained(resolve_model("smollm2"))
+        model: Any = PeftModel.from_pretrained(base, Path(scratch) / "run" / "actor")
+        model.merge_and_unload().half().save_pretrained(folder)
+        AutoTokenizer.from_pretrained(Path(scratch) / "run" / "actor").save_pretrained(folder)
+
+
+def _tell(event: Mapping[str, Any]) -> None:
+    if event["event"] == "cold_start":
+        print(json.dumps({key: event[key] for key in ("updates", "first_loss", "loss", "seconds")}))
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    commands = parser.add_subparsers(dest="command", required=True)
+    told = commands.add_parser("demonstrations", help="write chats of a script")
+    begun = commands.add_parser("start", help="train SmolLM2 on them")
+    for one in (told, begun):
+        one.add_argument("out", type=Path)
+        one.add_argument("--count", type=int, default=250)
+        one.add_argument("--seed", type=int, default=0)
+    begun.add_argument("--epochs", type=int, default=2)
+    options = parser.parse_args()
+    if options.command == "demonstrations":
+        chats = write(options.out, options.count, options.seed)
+        print(f"{chats} chats of {options.count} episodes: {options.out}")
+    else:
+        start(options.out, options.count, options.seed, options.epochs)
+
+
+if __name__ == "__main__":
+    main()
