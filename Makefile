@@ -33,7 +33,7 @@ CLUSTER_SMOLLM2 := $(CLUSTER_VENV)/.smollm2
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install alfworld quickstart test test-slow cluster test-cluster chaos test-bare test-examples test-elsewhere crash lint shape docs bench tiny-models earned-model lakes-model clean
+.PHONY: help install alfworld quickstart test test-slow cluster test-cluster chaos test-bare test-examples test-elsewhere crash lint shape docs bench tiny-models earned-model lakes-model homes-model clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -152,6 +152,9 @@ lakes-model: install  ## train the tiny model on for lakes in dialects, into bui
 	@$(BIN)/python -m tools.make_tiny corpus build/lakes/half/corpus.npz --kind lakes-half --conversations 19200 --seed 31 $(EARNED_CORPUS)
 	@$(BIN)/python -m tools.make_tiny train build/lakes/half/corpus.npz build/lakes/model --start build/lakes/written/model --epochs 0.67 $(LAKES)
 	@$(BIN)/python -m tools.earned_probes build/lakes/model --games lake
+
+homes-model: install alfworld  ## give SmolLM2 its cold start for ALFWorld's households, into build/homes (a quarter of an hour)
+	@$(BIN)/python -m benchmarks.households start build/homes
 
 clean:  ## remove what make made, the environment excepted
 	rm -rf build dist site .pytest_cache .ruff_cache .hypothesis $(STAMP)

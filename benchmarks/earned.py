@@ -30,8 +30,12 @@ RESULTS = Path("benchmarks/results/earned_pilots.json")
 RUNS = Path("runs/earned")
 DEV = {
     "vault-blind": ("env.eval={{split: dev, worlds: {0}}}", "eval.worlds={0}", "eval.visits=6"),
+    "alfworld-homes": (
+        "env.eval={{split: dev, households: {0}}}", "eval.worlds={0}", "eval.visits=3",
+        "eval.temperature=1.0",
+    ),
     "lake-words": ("env.eval={{split: dev, dialects: {0}}}", "eval.worlds={0}", "eval.visits=4"),
-}
+}  # fmt: skip
 """Settings of the evaluation; the slot is how many worlds."""
 IDEAL = {"vault-blind": [2 * visit / 14 for visit in range(1, 7)]}
 """Success by visit of an agent that never tries a lever twice and pulls the one it found."""

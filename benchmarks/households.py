@@ -1,16 +1,16 @@
 """Give SmolLM2 a cold start in ALFWorld's made households, from walkthroughs of a script.
 
-    python -m benchmarks.households demonstrations OUT.jsonl [--count 250] [--seed 0]
-    python -m benchmarks.households start build/homes [--count 250] [--seed 0] [--epochs 2]
+    python -m benchmarks.households demonstrations OUT.jsonl [--count 700] [--seed 0]
+    python -m benchmarks.households start build/homes [--count 700] [--seed 0] [--epochs 1]
 
 A world is a household, in which each kind of object is always kept in one place; the task is to
 bring an object somewhere. The script goes where a note says that the object is kept, else it
-looks into one place after the other, in an order that it draws. Half of its episodes in the
-training households show a note, made by its own earlier visit: a list of what was seen where, or
-the sentences that said so. ``demonstrations`` writes the chats that an actor would have had in the
-episodes that succeeded, and for two episodes of five, lost ones too, the chat in which an extractor
-writes the list. ``start`` trains a LoRA adapter on them and saves the model with it merged, which
-all recipes of the study's environment ``alfworld-homes`` start from.
+looks into one place after the other, in an order that it draws. Seven of ten of its episodes in
+the training households show a note, made by two earlier visits of its own: a list of what was seen
+where, or the sentences that said so. ``demonstrations`` writes the chats that an actor would have
+had in the episodes that succeeded, and after one episode of four, won or lost, the chat in which an
+extractor writes the list. ``start`` trains a LoRA adapter on them and saves the model with it
+merged, which all recipes of the study's environment ``alfworld-homes`` start from.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from experiential.training.trainer import Trainer
 from experiential.types import Experience, Trajectory, Turn
 
 SETTINGS = (
-    "env.id=experiential/ALFWorld-v0", "env.max_turns=8",
-    "env.kwargs={data: made, task_types: [pick_and_place_simple], turns: 8,"
+    "env.id=experiential/ALFWorld-v0", "env.max_turns=10",
+    "env.kwargs={data: made, task_types: [pick_and_place_simple], turns: 10,"
     " show_actions: false, goal_in_task: false}",
     "env.train={split: train, households: 200}", "env.eval={split: eval, households: 40}",
     "model.name=build/homes",
@@ -46,7 +46,7 @@ SETTINGS = (
 """Environment and model of the study. An episode is as long as an object can be found in by a
 note, and by search in one house of three; an actor that may choose among all commands needs no list
 of them in the prompt."""
-NOTED, DISTILLED = 0.5, 0.4
+NOTED, DISTILLED = 0.7, 0.25
 """Shares of the episodes that show a note, and that are distilled."""
 
 _SIGHT = re.compile(r"(?:On the ([a-z]+ \d+)|The ([a-z]+ \d+) is open\. In it), you see ([^.]*)\.")
@@ -128,18 +128,17 @@ def explored(env: Any, world: int, rng: random.Random, looks: int) -> tuple[dict
     """Look into some places of a household; return what was seen where, and the sentences."""
     _, info = env.reset(seed=rng.randrange(2**31), options={"world": world})
     places = [one for one in info["admissible"] if one.startswith("go to ")]
-    said: list[str] = []
+    answers: list[str] = []
+    over = False
     for place in rng.sample(places, min(looks, len(places))):
-        observation, *_, over, info = env.step(place)
-        for action in (one for one in info["admissible"] if one.startswith("open ")):
-            if not over:
-                observation, *_, over, info = env.step(action)
-        said.append(
-            " ".join(re.findall(r"(?:On the|The \w+ \d+ is open)[^.]*\.[^.]*\.?", observation))
-        )
         if over:
             break
-    return sights("\n".join(said)), "\n".join(line.strip() for line in said if sights(line))
+        answer, *_, over, info = env.step(place)
+        for action in (one for one in info["admissible"] if one.startswith("open ") and not over):
+            answer, *_, over, info = env.step(action)
+        answers.append(answer)
+    said = [found[0] for answer in answers if sights(answer) and (found := _SIGHT.search(answer))]
+    return sights("\n".join(said)), "\n".join(said)
 
 
 def demonstrations(experiment: Experiment, count: int, seed: int) -> Iterator[dict[str, Any]]:
@@ -150,7 +149,8 @@ def demonstrations(experiment: Experiment, count: int, seed: int) -> Iterator[di
         for _ in range(count):
             world, known, note = rng.randrange(worlds), dict[str, str](), ""
             if rng.random() < NOTED:
-                known, said = explored(env, world, rng, rng.randint(2, 4))
+                (known, said), (later, more) = (explored(env, world, rng, 5) for _ in range(2))
+                known, said = {**later, **known}, f"{said}\n{more}".strip()
                 if known:
                     task = env.unwrapped.task  # type: ignore[attr-defined]
                     note = listing(house_of(task), known) if rng.random() < 0.5 else said
@@ -241,7 +241,7 @@ def start(folder: Path, count: int, seed: int, epochs: int) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         chats = Path(scratch) / "demonstrations.jsonl"
         print(f"{write(chats, count, seed)} chats of {count} episodes")
-        cold = f"{{demonstrations: {chats}, epochs: {epochs}, batch_size: 6}}"
+        cold = f"{{demonstrations: {chats}, epochs: {epochs}, batch_size: 4}}"
         experiment = load_experiment(
             "grpo+small",
             [
@@ -269,9 +269,9 @@ def main() -> None:
     begun = commands.add_parser("start", help="train SmolLM2 on them")
     for one in (told, begun):
         one.add_argument("out", type=Path)
-        one.add_argument("--count", type=int, default=250)
+        one.add_argument("--count", type=int, default=700)
         one.add_argument("--seed", type=int, default=0)
-    begun.add_argument("--epochs", type=int, default=2)
+    begun.add_argument("--epochs", type=int, default=1)
     options = parser.parse_args()
     if options.command == "demonstrations":
         chats = write(options.out, options.count, options.seed)

@@ -254,9 +254,10 @@ ENVIRONMENTS["vault-law-smollm2"] = Setup(
 ENVIRONMENTS["alfworld-homes"] = Setup(
     training=(
         *households.SETTINGS,
-        "env.visits=2", "actor.groups=6", "actor.group_size=8", "actor.mini_batches=1",
-        "actor.max_tokens=24", "extractor.per_group=1", "extractor.batch_size=12",
-        "extractor.optim.lr=3e-4", "extractor.max_tokens=96", "bank.embedder=hashing",
+        "env.visits=4", "actor.groups=4", "actor.group_size=8", "actor.mini_batches=1",
+        "actor.epochs=1", "actor.max_tokens=24", "extractor.per_group=1",
+        "extractor.batch_size=4", "extractor.optim.lr=3e-4", "extractor.max_tokens=128",
+        "extractor.temperature=0.5", "bank.embedder=hashing",
         "bank.retrieval.strategy=recent", "bank.retrieval.floor=-1.0",
         "bank.options.retrieval.same_task=true", "run.steps=12",
     ),
