@@ -1,16 +1,17 @@
 """Give SmolLM2 a cold start in ALFWorld's made households, from walkthroughs of a script.
 
-    python -m benchmarks.households demonstrations OUT.jsonl [--count 700] [--seed 0]
-    python -m benchmarks.households start build/homes [--count 700] [--seed 0] [--epochs 1]
+    python -m benchmarks.households demonstrations OUT.jsonl [--seed 0]
+    python -m benchmarks.households start build/homes [--seed 0]
 
 A world is a household, in which each kind of object is always kept in one place; the task is to
 bring an object somewhere. The script goes where a note says that the object is kept, else it
 looks into one place after the other, in an order that it draws. Seven of ten of its episodes in
 the training households show a note, made by two earlier visits of its own: a list of what was seen
 where, or the sentences that said so. ``demonstrations`` writes the chats that an actor would have
-had in the episodes that succeeded, and after one episode of four, won or lost, the chat in which an
-extractor writes the list. ``start`` trains a LoRA adapter on them and saves the model with it
-merged, which all recipes of the study's environment ``alfworld-homes`` start from.
+had in the episodes that succeeded, and after some episodes, won or lost, the chat in which an
+extractor writes the list or goes on with it. ``start`` trains a LoRA adapter on them, in two
+stages, and saves the model with it merged, which all recipes of the study's environment
+``alfworld-homes`` start from.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import argparse
 import json
 import random
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +49,28 @@ SETTINGS = (
 """Environment and model of the study. An episode is as long as an object can be found in by a
 note, and by search in one house of three; an actor that may choose among all commands needs no list
 of them in the prompt."""
-NOTED, DISTILLED = 0.7, 0.25
-"""Shares of the episodes that show a note, and that are distilled."""
+NOTED = 0.7
+"""Share of the episodes that show a note."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Describe a stage of the cold start.
+
+    Attributes:
+        episodes: that are played.
+        distilled: share of them that are distilled.
+        listed: most kinds of objects in the list that an extractor has to go on from; None has no
+            limit. With few, most visits have something to add.
+    """
+
+    episodes: int
+    distilled: float
+    listed: int | None = None
+
+
+STAGES = (Stage(700, 0.25), Stage(120, 1.0, listed=3))
+"""The first teaches to act and to read, and lists; the second to go on with a list."""
 
 _SIGHT = re.compile(r"(?:On the ([a-z]+ \d+)|The ([a-z]+ \d+) is open\. In it), you see ([^.]*)\.")
 _GOAL = re.compile(r"Your task is to: put (?:a|some) (\w+) (?:in|on) (\w+)\.")
@@ -141,12 +164,12 @@ def explored(env: Any, world: int, rng: random.Random, looks: int) -> tuple[dict
     return sights("\n".join(said)), "\n".join(said)
 
 
-def demonstrations(experiment: Experiment, count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield the chats of ``count`` episodes in the training households: acting, distilling."""
+def demonstrations(experiment: Experiment, stage: Stage, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield the chats of a stage, played in the training households: acting, distilling."""
     rng = random.Random(seed)
     with closing(make_env(experiment.env, experiment.env.train)) as env:
         worlds = len(env.unwrapped.worlds)  # type: ignore[attr-defined]
-        for _ in range(count):
+        for _ in range(stage.episodes):
             world, known, note = rng.randrange(worlds), dict[str, str](), ""
             if rng.random() < NOTED:
                 (known, said), (later, more) = (explored(env, world, rng, 5) for _ in range(2))
@@ -157,8 +180,12 @@ def demonstrations(experiment: Experiment, count: int, seed: int) -> Iterator[di
             chat, trajectory = played(env, world, known, note, experiment, rng)
             if trajectory.success:
                 yield chat
-            if rng.random() < DISTILLED:
-                yield distilled(trajectory, known if rng.random() < 0.5 else {}, experiment)
+            if rng.random() < stage.distilled:
+                entry = known if rng.random() < 0.5 else {}
+                if stage.listed is not None and entry:
+                    kinds = rng.sample(sorted(entry), min(len(entry), rng.randint(1, stage.listed)))
+                    entry = {kind: entry[kind] for kind in kinds}
+                yield distilled(trajectory, entry, experiment)
 
 
 def played(
@@ -224,60 +251,65 @@ def house_of(task: str) -> str:
     return task.removeprefix("Do what is asked in ").rstrip(".")
 
 
-def write(file: Path, count: int, seed: int) -> int:
-    """Write the demonstrations of ``count`` episodes; return how many chats these are."""
+def write(file: Path, stage: Stage, seed: int) -> int:
+    """Write the demonstrations of a stage; return how many chats these are."""
     experiment = load_experiment("complementary+small", [*SETTINGS, "model.name=smollm2"])
-    chats = list(demonstrations(experiment, count, seed))
+    chats = list(demonstrations(experiment, stage, seed))
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(chat) + "\n" for chat in chats), encoding="utf-8")
     return len(chats)
 
 
-def start(folder: Path, count: int, seed: int, epochs: int) -> None:
-    """Train SmolLM2 on demonstrations and save it, adapter merged, with its tokenizer."""
+def train(model: str, stage: Stage, seed: int, folder: Path) -> None:
+    """Train a model on the demonstrations of a stage and save it, adapter merged."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with tempfile.TemporaryDirectory() as scratch:
-        chats = Path(scratch) / "demonstrations.jsonl"
-        print(f"{write(chats, count, seed)} chats of {count} episodes")
-        cold = f"{{demonstrations: {chats}, epochs: {epochs}, batch_size: 4}}"
+        chats, run = Path(scratch) / "demonstrations.jsonl", Path(scratch) / "run"
+        print(f"{write(chats, stage, seed)} chats of {stage.episodes} episodes", flush=True)
         experiment = load_experiment(
             "grpo+small",
             [
-                *SETTINGS, "model.name=smollm2", f"seed={seed}", "run.steps=0", "model.threads=1",
-                "eval.before=false", "eval.after=false", f"methods.cold_start={cold}",
+                *SETTINGS, f"model.name={model}", f"seed={seed}", "run.steps=0", "model.threads=1",
+                "eval.before=false", "eval.after=false",
+                f"methods.cold_start={{demonstrations: {chats}, batch_size: 4}}",
             ],
         )  # fmt: skip
-        Trainer(experiment, Path(scratch) / "run", observer=_tell).run()
-        base = AutoModelForCausalLM.from_pretrained(resolve_model("smollm2"))
-        model: Any = PeftModel.from_pretrained(base, Path(scratch) / "run" / "actor")
-        model.merge_and_unload().half().save_pretrained(folder)
-        AutoTokenizer.from_pretrained(Path(scratch) / "run" / "actor").save_pretrained(folder)
+        Trainer(experiment, run, observer=_tell).run()
+        base = AutoModelForCausalLM.from_pretrained(resolve_model(model))
+        trained: Any = PeftModel.from_pretrained(base, run / "actor")
+        merged = Path(scratch) / "merged"  # the model may lie in the very folder
+        trained.merge_and_unload().half().save_pretrained(merged)
+        AutoTokenizer.from_pretrained(run / "actor").save_pretrained(merged)
+        shutil.copytree(merged, folder, dirs_exist_ok=True)
 
 
 def _tell(event: Mapping[str, Any]) -> None:
     if event["event"] == "cold_start":
-        print(json.dumps({key: event[key] for key in ("updates", "first_loss", "loss", "seconds")}))
+        shown = {key: event[key] for key in ("updates", "first_loss", "loss", "seconds")}
+        print(json.dumps(shown), flush=True)
 
 
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     commands = parser.add_subparsers(dest="command", required=True)
-    told = commands.add_parser("demonstrations", help="write chats of a script")
-    begun = commands.add_parser("start", help="train SmolLM2 on them")
+    told = commands.add_parser("demonstrations", help="write the chats of the first stage")
+    begun = commands.add_parser("start", help="train SmolLM2 on both stages")
     for one in (told, begun):
         one.add_argument("out", type=Path)
-        one.add_argument("--count", type=int, default=700)
         one.add_argument("--seed", type=int, default=0)
-    begun.add_argument("--epochs", type=int, default=1)
+    begun.add_argument("--stages", type=int, nargs="+", default=[1, 2], help="1, 2 or both")
+    begun.add_argument("--from", dest="base", default="smollm2", help="model to begin with")
     options = parser.parse_args()
     if options.command == "demonstrations":
-        chats = write(options.out, options.count, options.seed)
-        print(f"{chats} chats of {options.count} episodes: {options.out}")
-    else:
-        start(options.out, options.count, options.seed, options.epochs)
+        print(f"{write(options.out, STAGES[0], options.seed)} chats: {options.out}")
+        return
+    model = options.base
+    for number in options.stages:
+        train(model, STAGES[number - 1], options.seed + number - 1, options.out)
+        model = str(options.out)
 
 
 if __name__ == "__main__":

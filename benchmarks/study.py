@@ -253,16 +253,17 @@ ENVIRONMENTS["vault-law-smollm2"] = Setup(
 # Households of ALFWorld, in which a kind of object is always kept in one place, for that model.
 ENVIRONMENTS["alfworld-homes"] = Setup(
     training=(
-        *households.SETTINGS,
-        "env.visits=4", "actor.groups=4", "actor.group_size=8", "actor.mini_batches=1",
-        "actor.epochs=1", "actor.max_tokens=24", "extractor.per_group=1",
-        "extractor.batch_size=4", "extractor.optim.lr=3e-4", "extractor.max_tokens=128",
-        "extractor.temperature=0.5", "bank.embedder=hashing",
+        *households.SETTINGS, "env.kwargs.turns=8", "env.max_turns=8", "env.visits=4",
+        "actor.groups=4", "actor.group_size=8", "actor.mini_batches=1", "actor.epochs=1",
+        "actor.max_tokens=24",
+        "actor.optim.lr=1e-4",  # at 1e-3 success fell by half in twelve steps
+        "extractor.per_group=1", "extractor.batch_size=4", "extractor.optim.lr=3e-4",
+        "extractor.max_tokens=128", "extractor.temperature=0.5", "bank.embedder=hashing",
         "bank.retrieval.strategy=recent", "bank.retrieval.floor=-1.0",
         "bank.options.retrieval.same_task=true", "run.steps=12",
     ),
-    curve=("eval.every=6", "eval.worlds=20", "eval.visits=2", "eval.temperature=1.0"),
-    final=("eval.worlds=40", "eval.visits=3"),
+    curve=("eval.every=12", "eval.worlds=12", "eval.visits=2", "eval.temperature=1.0"),
+    final=("eval.worlds=30", "eval.visits=4"),
     recipes=(
         "grpo", "static-online", "complementary", "template", "history", "static-online-home-rule",
     ),

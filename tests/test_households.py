@@ -11,7 +11,15 @@ from random import Random
 import pytest
 
 from benchmarks.earned_rules import home_lesson
-from benchmarks.households import SETTINGS, Resident, demonstrations, explored, listing, sights
+from benchmarks.households import (
+    SETTINGS,
+    Resident,
+    Stage,
+    demonstrations,
+    explored,
+    listing,
+    sights,
+)
 from experiential.agents.operations import parse_operations
 from experiential.config import Experiment
 from experiential.recipe import load_experiment
@@ -66,8 +74,8 @@ def test_who_reads_where_the_object_is_kept_wins_and_who_searches_may_not(
 def test_demonstrations_are_plays_that_were_won_and_lessons_that_are_right(
     experiment: Experiment,
 ) -> None:
-    chats = list(demonstrations(experiment, 16, seed=3))
-    assert chats == list(demonstrations(experiment, 16, seed=3))
+    chats = list(demonstrations(experiment, Stage(16, 0.5, listed=3), seed=3))
+    assert chats == list(demonstrations(experiment, Stage(16, 0.5, listed=3), seed=3))
     lessons = 0
     for chat in chats:
         system, asked, *_, said = chat["messages"]
