@@ -2,6 +2,7 @@
 
     python -m benchmarks.households demonstrations OUT.jsonl [--seed 0]
     python -m benchmarks.households start build/homes [--seed 0]
+    python -m benchmarks.households probe build/homes [--episodes 48]
 
 A world is a household, in which each kind of object is always kept in one place; the task is to
 bring an object somewhere. The script goes where a note says that the object is kept, else it
@@ -11,7 +12,9 @@ where, or the sentences that said so. ``demonstrations`` writes the chats that a
 had in the episodes that succeeded, and after some episodes, won or lost, the chat in which an
 extractor writes the list or goes on with it. ``start`` trains a LoRA adapter on them, in two
 stages, and saves the model with it merged, which all recipes of the study's environment
-``alfworld-homes`` start from.
+``alfworld-homes`` start from. ``probe`` says what a model can do in households of the split dev:
+how often it succeeds with a list of what two looks around showed, and without, and how right its
+lists are about plays of the script.
 """
 
 from __future__ import annotations
@@ -22,16 +25,20 @@ import random
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from experiential.agents.actor import ActorAgent
+from experiential.agents.extractor import ExtractorAgent
 from experiential.agents.prompts import experience_block, prompt_set
 from experiential.config import Experiment
-from experiential.llm.models import resolve_model
+from experiential.llm.models import open_model, resolve_model
 from experiential.llm.scripted import ScriptedLLM
 from experiential.recipe import load_experiment
 from experiential.rollout import make_env
@@ -69,6 +76,8 @@ class Stage:
     listed: int | None = None
 
 
+PROBED = 24
+"""Households of the split dev that are probed."""
 STAGES = (Stage(700, 0.25), Stage(120, 1.0, listed=3))
 """The first teaches to act and to read, and lists; the second to go on with a list."""
 
@@ -285,6 +294,62 @@ def train(model: str, stage: Stage, seed: int, folder: Path) -> None:
         shutil.copytree(merged, folder, dirs_exist_ok=True)
 
 
+def probe(name: str, episodes: int) -> dict[str, Any]:
+    """Return what a model does with a list and without, and how right its own lists are."""
+    experiment = load_experiment("complementary+small", [*SETTINGS, f"model.name={name}"])
+    prompts, rng = prompt_set_name(experiment.model), random.Random(0)
+    with (
+        closing(open_model(experiment.model)) as llm,
+        closing(make_env(experiment.env, {"split": "dev", "households": PROBED})) as env,
+    ):
+        actor = ActorAgent(llm, prompts=prompts, advice="observation", constrain=True)
+        extractor = ExtractorAgent(
+            llm, prompts=prompts, max_operations=1, max_tokens=128, temperature=0.5, seed=0
+        )
+        won: dict[str, list[bool]] = {"with": [], "without": []}
+        told = Counter[str]()
+        for number in range(episodes):
+            world = number % PROBED
+            known, _ = explored(env, world, rng, 5)
+            known |= explored(env, world, rng, 5)[0]
+            for name, note in (("with", known), ("without", {})):
+                observation, info = env.reset(seed=number, options={"world": world})
+                if note:
+                    block = experience_block([listing(house_of(info["task"]), note)])
+                    info |= {"experience_prompt": block}
+                actor.reset(seed=number)
+                done = False
+                while not done:
+                    action = actor.act(observation, info)
+                    observation, _, terminated, truncated, info = env.step(action)
+                    done = terminated or truncated
+                won[name].append(info["success"])
+            _, trajectory = played(env, world, {}, "", experiment, rng)
+            kinds = rng.sample(sorted(known), min(len(known), number % 4))
+            entry = {kind: known[kind] for kind in kinds}
+            told.update(_graded(extractor, trajectory, entry))
+        return {
+            **{f"success {name} a list": float(np.mean(each)) for name, each in won.items()},
+            **told,
+        }
+
+
+def _graded(
+    extractor: ExtractorAgent, trajectory: Trajectory, entry: Mapping[str, str]
+) -> Counter[str]:
+    """Return the operation of a lesson, and how many of its pairs are right, wrong, left out."""
+    shown = [Experience(text=listing(house_of(trajectory.task), entry))] if entry else []
+    operations = extractor.distill(trajectory, shown).parsed.operations
+    text = getattr(operations[0], "text", "") if operations else ""
+    wanted = {**sights("\n".join(turn.feedback for turn in trajectory.turns)), **entry}
+    found = dict(re.findall(r"(\w+) at (\w+ \d+)", text))
+    right = sum(wanted.get(kind) == place for kind, place in found.items())
+    graded = Counter({f"op {operations[0].op}" if operations else "op none": 1})
+    if text:
+        graded += Counter(right=right, wrong=len(found) - right, left_out=len(wanted) - right)
+    return graded
+
+
 def _tell(event: Mapping[str, Any]) -> None:
     if event["event"] == "cold_start":
         shown = {key: event[key] for key in ("updates", "first_loss", "loss", "seconds")}
@@ -300,9 +365,15 @@ def main() -> None:
     for one in (told, begun):
         one.add_argument("out", type=Path)
         one.add_argument("--seed", type=int, default=0)
+    asked = commands.add_parser("probe", help="say what a model can do")
+    asked.add_argument("model")
+    asked.add_argument("--episodes", type=int, default=48)
     begun.add_argument("--stages", type=int, nargs="+", default=[1, 2], help="1, 2 or both")
     begun.add_argument("--from", dest="base", default="smollm2", help="model to begin with")
     options = parser.parse_args()
+    if options.command == "probe":
+        print(json.dumps(probe(options.model, options.episodes), indent=1))
+        return
     if options.command == "demonstrations":
         print(f"{write(options.out, STAGES[0], options.seed)} chats: {options.out}")
         return
