@@ -85,8 +85,8 @@ class ALFWorldEnv(TextEnv):
             )
         if not goal_in_task and households is None:
             raise ConfigError(
-                "Expected goal_in_task=False with households alone, whose name is then the task, got"
-                " no households"
+                "Expected goal_in_task=False with households alone, whose name is then the task,"
+                " got no households"
             )
         if games is not None and households is not None:
             raise ConfigError("Expected games or households, got both; leave one of them out")
