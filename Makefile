@@ -153,7 +153,7 @@ lakes-model: install  ## train the tiny model on for lakes in dialects, into bui
 	@$(BIN)/python -m tools.make_tiny train build/lakes/half/corpus.npz build/lakes/model --start build/lakes/written/model --epochs 0.67 $(LAKES)
 	@$(BIN)/python -m tools.earned_probes build/lakes/model --games lake
 
-homes-model: install alfworld  ## give SmolLM2 its cold start for ALFWorld's households, into build/homes (a quarter of an hour)
+homes-model: install alfworld  ## give SmolLM2 its cold start for ALFWorld's households, into build/homes (half an hour)
 	@$(BIN)/python -m benchmarks.households start build/homes
 
 clean:  ## remove what make made, the environment excepted
