@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.households import house_of, listing, sights
+from benchmarks.households import house_of, listed, listing, sights
 from experiential.agents.functions import FunctionExtractor
 from experiential.envs.grid import MOVES
 from experiential.llm.base import LLM
@@ -95,8 +95,7 @@ def home_lesson(trajectory: Trajectory, known: str) -> str:
     >>> home_lesson(visit, "In the house of Iron Mill: cd at safe 1.")
     'In the house of Iron Mill: cd at safe 1, pen at bed 1.'
     """
-    kept = sights("\n".join(turn.feedback for turn in trajectory.turns))
-    kept = dict(re.findall(r"(\w+) at (\w+ \d+)", known)) | kept
+    kept = listed(known) | sights("\n".join(turn.feedback for turn in trajectory.turns))
     return listing(house_of(trajectory.task), kept) if kept else ""
 
 

@@ -53,9 +53,8 @@ SETTINGS = (
     "env.train={split: train, households: 200}", "env.eval={split: eval, households: 40}",
     "model.name=build/homes",
 )  # fmt: skip
-"""Environment and model of the study. An episode is as long as an object can be found in by a
-note, and by search in one house of three; an actor that may choose among all commands needs no list
-of them in the prompt."""
+"""Environment and model of the cold start; the study allows eight turns. An actor that chooses
+among the possible commands needs no list of them in its prompt."""
 NOTED = 0.7
 """Share of the episodes that show a note."""
 
@@ -107,6 +106,15 @@ def listing(house: str, kept: Mapping[str, str]) -> str:
     'In the house of Iron Mill: vase at bed 1, pen at desk 1.'
     """
     return f"In {house}: {', '.join(f'{kind} at {place}' for kind, place in kept.items())}."
+
+
+def listed(note: str) -> dict[str, str]:
+    """Return the kinds of objects of a list, each with its place; the reverse of `listing`.
+
+    >>> listed("In the house of Iron Mill: vase at bed 1, pen at desk 1.")
+    {'vase': 'bed 1', 'pen': 'desk 1'}
+    """
+    return dict(re.findall(r"(\w+) at (\w+ \d+)", note))
 
 
 class Resident:
@@ -294,9 +302,9 @@ def train(model: str, stage: Stage, seed: int, folder: Path) -> None:
         shutil.copytree(merged, folder, dirs_exist_ok=True)
 
 
-def probe(name: str, episodes: int) -> dict[str, Any]:
+def probe(model: str, episodes: int) -> dict[str, Any]:
     """Return what a model does with a list and without, and how right its own lists are."""
-    experiment = load_experiment("complementary+small", [*SETTINGS, f"model.name={name}"])
+    experiment = load_experiment("complementary+small", [*SETTINGS, f"model.name={model}"])
     prompts, rng = prompt_set_name(experiment.model), random.Random(0)
     with (
         closing(open_model(experiment.model)) as llm,
@@ -312,7 +320,7 @@ def probe(name: str, episodes: int) -> dict[str, Any]:
             world = number % PROBED
             known, _ = explored(env, world, rng, 5)
             known |= explored(env, world, rng, 5)[0]
-            for name, note in (("with", known), ("without", {})):
+            for arm, note in (("with", known), ("without", {})):
                 observation, info = env.reset(seed=number, options={"world": world})
                 if note:
                     block = experience_block([listing(house_of(info["task"]), note)])
@@ -323,13 +331,13 @@ def probe(name: str, episodes: int) -> dict[str, Any]:
                     action = actor.act(observation, info)
                     observation, _, terminated, truncated, info = env.step(action)
                     done = terminated or truncated
-                won[name].append(info["success"])
+                won[arm].append(info["success"])
             _, trajectory = played(env, world, {}, "", experiment, rng)
             kinds = rng.sample(sorted(known), min(len(known), number % 4))
             entry = {kind: known[kind] for kind in kinds}
             told.update(_graded(extractor, trajectory, entry))
         return {
-            **{f"success {name} a list": float(np.mean(each)) for name, each in won.items()},
+            **{f"success {arm} a list": float(np.mean(each)) for arm, each in won.items()},
             **told,
         }
 
@@ -342,7 +350,7 @@ def _graded(
     operations = extractor.distill(trajectory, shown).parsed.operations
     text = getattr(operations[0], "text", "") if operations else ""
     wanted = {**sights("\n".join(turn.feedback for turn in trajectory.turns)), **entry}
-    found = dict(re.findall(r"(\w+) at (\w+ \d+)", text))
+    found = listed(text)
     right = sum(wanted.get(kind) == place for kind, place in found.items())
     graded = Counter({f"op {operations[0].op}" if operations else "op none": 1})
     if text:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from contextlib import closing
 from pathlib import Path
 from random import Random
@@ -17,6 +16,7 @@ from benchmarks.households import (
     Stage,
     demonstrations,
     explored,
+    listed,
     listing,
     sights,
 )
@@ -87,6 +87,6 @@ def test_demonstrations_are_plays_that_were_won_and_lessons_that_are_right(
         shown = int("Used:" in asked["content"])
         [operation] = parse_operations(said["content"], max_operations=1, shown=shown).operations
         if isinstance(operation, Add | Update):
-            told = dict(re.findall(r"(\w+) at (\w+ \d+)", operation.text))
-            assert sights(asked["content"].partition("Play:")[2]).items() <= told.items()
+            seen = sights(asked["content"].partition("Play:")[2])
+            assert seen.items() <= listed(operation.text).items()
     assert 3 <= lessons < len(chats)
