@@ -200,8 +200,10 @@ def without_stand_ins(*arguments: str) -> str:
 
 def test_two_adapters_over_one_base_in_bfloat16_have_an_engine_each() -> None:
     before, stale, synced, other = json.loads(without_stand_ins("-c", PAIR).splitlines()[-1])
-    assert max(before) < 1e-3 and max(synced) < 1e-3 and max(other) < 1e-3
-    assert min(stale) > 5 * max(synced)
+    assert max(before) < 1e-3 and max(other) < 1e-3
+    # Sharper after training, so the rounding of bfloat16, which differs by machine, weighs more:
+    # 0.0008 and 0.0010 were seen, and 0.047 with the weights before.
+    assert max(synced) < min(stale) / 20
 
 
 def test_a_run_learns_from_what_vllm_draws(tmp_path: Path) -> None:
