@@ -36,7 +36,7 @@ import numpy as np
 from benchmarks import demonstrations, households, smollm2_reader
 from benchmarks.orderings import ORDERINGS, Ordering, findings
 from experiential.cli.errors import exit_code
-from experiential.config import Arm
+from experiential.config import Arm, Experiment
 from experiential.envs import random_agent
 from experiential.errors import ConfigError
 from experiential.evaluation.card import (
@@ -88,6 +88,8 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "complementary-per-group-2": ("complementary", ("extractor.per_group=2",)),
     "complementary-search-and-ask": ("complementary", ("actor.search_and_ask=1",)),
     "static-online-all-guided": ("static-online", _ALL_GUIDED),
+    # As many lessons, about eight plays each: they are compared with the whole batch, as in eq. 3.
+    "exp-only-plays": ("exp-only", ("extractor.drafts=1", "extractor.per_group=8")),
     "static-online-home-rule": ("static-online", ("extractor.agent=benchmarks.earned_rules:home",)),
     "static-online-lake-rule": ("static-online", ("extractor.agent=benchmarks.earned_rules:lake",)),
     "static-online-vault-rule": (
@@ -115,7 +117,8 @@ class Setup:
     Attributes:
         training: settings of all runs.
         curve: of the evaluations while training.
-        final: of the evaluation at the end.
+        final: of the evaluation at the end: of ``eval``, of retrieval, and the extractor's
+            temperature.
         recipes: compared in this environment.
         arm: in which recipes with a bank are compared; None: with test-time writing (``on``).
         beside: environments with the same evaluation, whose recipes are compared with these, too.
@@ -123,6 +126,8 @@ class Setup:
         profile: of the model; None: the bundled one.
         records: start each bank with a raw record of every training vault, so that an untrained
             actor has something to read.
+        reader: the environment whose `static-online`, of the same seed, is trained first; a run
+            begins with its actor, which has learned to read, and an untrained extractor.
     """
 
     training: tuple[str, ...]
@@ -134,6 +139,7 @@ class Setup:
     chance: float | None = None
     profile: str | None = None
     records: bool = False
+    reader: str | None = None
 
 
 ENVIRONMENTS = {
@@ -214,6 +220,25 @@ ENVIRONMENTS["lake-words"] = Setup(
     curve=("eval.every=24", "eval.worlds=20", "eval.visits=4"),
     final=("eval.worlds=40", "eval.visits=4"),
     recipes=(*EARNED_RECIPES, "static-online-lake-rule", "erl", "erl-no-reflection"),
+)  # fmt: skip
+# The actor of its `static-online`, now fixed, reads eight lessons that an extractor draws about one
+# play on the first visit. They are compared with each other, so that no play counts, only a lesson.
+ENVIRONMENTS["lake-words-drafts"] = replace(
+    ENVIRONMENTS["lake-words"],
+    training=(
+        *ENVIRONMENTS["lake-words"].training, "env.train={split: train, dialects: 318}",
+        "env.visits=2", "actor.groups=12", "bank.retrieval.strategy=diverse",
+        "extractor.per_group=1", "extractor.drafts=8", "extractor.temperature=0.6",
+        "extractor.batch_size=80", "extractor.optim.lr=1e-4", "extractor.kl=0.0", "run.steps=240",
+    ),
+    curve=("eval.every=120", "eval.worlds=20", "eval.visits=4"),
+    final=(
+        *ENVIRONMENTS["lake-words"].final, "bank.retrieval.strategy=recent",
+        "extractor.temperature=0.3",  # as in lake-words
+    ),
+    recipes=("exp-only", "exp-only-plays"),
+    beside=("lake-words",),
+    reader="lake-words",
 )  # fmt: skip
 # A model that nobody here made, with the settings of its quickstart.
 ENVIRONMENTS["vault-smollm2"] = Setup(
@@ -364,7 +389,7 @@ def play_cell(
     """
     overrides = [*overrides_of(environment, recipe, seed), *more]
     base = base_of(environment, recipe)
-    begun = cold_start(environment, recipe, overrides, seed, scratch)
+    begun = cold_start(environment, recipe, overrides, seed, scratch, more)
     experiment = load_experiment(base, [*overrides, *begun])
     begin = time.perf_counter()
     # The final arms play with the policies as trained, so these outlive the run.
@@ -418,11 +443,24 @@ def base_of(environment: str, recipe: str) -> str:
 
 
 def cold_start(
-    environment: str, recipe: str, overrides: Sequence[str], seed: int, scratch: Path
+    environment: str,
+    recipe: str,
+    overrides: Sequence[str],
+    seed: int,
+    scratch: Path,
+    more: Sequence[str] = (),
 ) -> list[str]:
-    """Write what a cell begins with, demonstrations or a bank of records; return the setting."""
+    """Make what a cell begins with: demonstrations, a bank of records, an actor that can read.
+
+    Returns:
+        the settings that name it.
+    """
+    setup = ENVIRONMENTS[environment]
     experiment = load_experiment(base_of(environment, recipe), overrides)
-    if ENVIRONMENTS[environment].records and experiment.extractor.enabled:
+    if setup.reader is not None:
+        first = [*overrides_of(setup.reader, "static-online", seed), *more]
+        return reader(load_experiment("static-online", first), scratch / "reader")
+    if setup.records and experiment.extractor.enabled:
         smollm2_reader.write_bank(scratch / "records")
         return [f"bank.path={scratch / 'records'}"]
     if recipe not in DEMONSTRATIONS:
@@ -433,6 +471,17 @@ def cold_start(
     )
     file.write_text("".join(json.dumps(chat) + "\n" for chat in chats), encoding="utf-8")
     return [f"methods.cold_start={{demonstrations: {file}}}"]
+
+
+def reader(experiment: Experiment, output: Path) -> list[str]:
+    """Train an actor; return the settings by which a run begins with it and a fresh extractor."""
+    quiet = experiment.eval.model_copy(update={"before": False, "every": 0, "after": False})
+    Trainer(experiment.model_copy(update={"eval": quiet}), output).run()
+    model = experiment.model
+    return [
+        f"model.name={output / 'actor'}",
+        f"extractor_model={{name: {model.name}, prompts: {model.prompts}}}",
+    ]
 
 
 def final_cells(
@@ -447,7 +496,13 @@ def final_cells(
         scratch: a folder for it.
     """
     final = load_experiment(trainer.experiment.recipe, overrides)
-    experiment = trainer.experiment.model_copy(update={"eval": final.eval})
+    trained = trainer.experiment
+    bank = trained.bank.model_copy(update={"retrieval": final.bank.retrieval})
+    cooled = {"temperature": final.extractor.temperature}
+    extractor = trained.extractor.model_copy(update=cooled)
+    experiment = trained.model_copy(
+        update={"eval": final.eval, "bank": bank, "extractor": extractor}
+    )
     checkpoint, manifest = CheckpointStore(trainer.output / "checkpoints").latest()
     evaluation = Trainer(
         only_evaluation(experiment, ARMS),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from experiential.bank.breaker import CircuitBreaker, is_over_budget, outage_of
 from experiential.bank.extractor import Extractor
 from experiential.bank.index.embed import EntryKey, embed_entries
-from experiential.bank.operations import keys_to_embed
+from experiential.bank.operations import keys_to_embed, side_by_side
 from experiential.bank.options import ManagerOptions
 from experiential.bank.outcome import OutcomeJudge
 from experiential.bank.protocol import Bank
@@ -35,7 +35,7 @@ _OUTAGES = 8  # of the service that an item may meet while others are distilled
 class _Distilled(NamedTuple):
     trajectory: Trajectory
     shown: list[Experience]
-    distillation: Distillation
+    drafts: list[Distillation]
 
 
 class Distiller:
@@ -67,9 +67,10 @@ class Distiller:
         extractor_version: Callable[[], int] | None,
         backoff: float,
         rounds: Rounds | None = None,
+        drafts: int = 1,
     ) -> None:
         self.extractor = extractor
-        self._rounds = rounds
+        self._rounds, self._drafts = rounds, drafts
         self.on_distillation = on_distillation
         self.counts: Counter[str] = Counter()
         self.operations: Counter[str] = Counter()
@@ -255,33 +256,42 @@ class Distiller:
             trajectory, shown = await asyncio.to_thread(self._read, id)
             if trajectory.rubric:
                 trajectory = await self._judged(trajectory)
-            distillation = await asyncio.wait_for(
-                self.extractor.adistill(trajectory, shown), self._settings.distill_timeout
-            )
-            await self.embed(distillation, shown, trajectory.task or None)
-        return _Distilled(trajectory, shown, distillation)
+            asked = [self.extractor.adistill(trajectory, shown) for _ in range(self._drafts)]
+            together = asyncio.gather(*asked, return_exceptions=True)  # all end before one fails
+            drafts: list[Distillation] = []
+            for answer in await asyncio.wait_for(together, self._settings.distill_timeout):
+                if isinstance(answer, BaseException):
+                    raise answer
+                one = side_by_side(answer) if self._drafts > 1 else answer
+                await self.embed(one, shown, trajectory.task or None)
+                drafts.append(one)
+        return _Distilled(trajectory, shown, drafts)
 
     async def _conclude(self, id: str, result: _Distilled | Exception) -> None:
         """Write a distillation; try again later what failed."""
         try:
             if isinstance(result, Exception):
                 raise result
-            trajectory, shown, distillation = result
-            written = await self.write(
-                self._bank.apply,
-                distillation,
-                trajectory=trajectory,
-                shown=shown,
-                item=id,
-                extractor_version=self.version(),
-                review=self._settings.review,
-            )
+            trajectory, shown, drafts = result
+            written: list[list[Experience]] = []
+            for number, one in enumerate(drafts, 1):
+                apply = partial(
+                    self._bank.apply,
+                    one,
+                    trajectory=trajectory,
+                    shown=shown,
+                    item=id if number == len(drafts) else None,  # done with the last one
+                    extractor_version=self.version(),
+                    review=self._settings.review,
+                )
+                written.append(await self.write(apply))
         except Exception as error:  # noqa: BLE001  (counted, and tried again)
             await self._try_again(id, error)
         else:
             self._drop(id)
             self.counts["distilled"] += 1
-            self.tell("on_distillation", self.on_distillation, trajectory, distillation, written)
+            for one, entries in zip(drafts, written, strict=True):
+                self.tell("on_distillation", self.on_distillation, trajectory, one, entries)
             if self._settings.cap and len(self._bank) > self._settings.cap:
                 await self._evict()
         finally:

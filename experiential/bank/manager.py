@@ -112,6 +112,8 @@ class ExperienceManager(Shared):
             one; ten times as long is the first pause while the extractor's service is out.
         rounds: what the extractor asks. What is submitted is then distilled by ``drain`` only, and
             in the order of the queue, so that equal runs write equal banks.
+        drafts: answers that the extractor is asked for about each episode. Of several, each writes
+            entries of its own, and none rewrites an entry.
         options: fields of ``ManagerOptions``; ``retrieval`` may be a dict.
 
     Attributes:
@@ -130,6 +132,7 @@ class ExperienceManager(Shared):
         extractor_version: Callable[[], int] | None = None,
         backoff: float = 0.5,
         rounds: Rounds | None = None,
+        drafts: int = 1,
         **options: Any,
     ) -> None:
         if not is_bank(bank):  # users may pass a path
@@ -171,6 +174,7 @@ class ExperienceManager(Shared):
             extractor_version=extractor_version,
             backoff=backoff,
             rounds=rounds,
+            drafts=drafts,
         )
         self._in_order = asyncio.Semaphore(1 if rounds else sys.maxsize)
         self._thread = EventLoopThread("experiential-manager")

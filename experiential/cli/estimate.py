@@ -98,7 +98,7 @@ def describe_cost(experiment: Experiment, placement: Placement | None = None) ->
         most, actor = experiment.extractor.per_group, experiment.actor
         spared = max(0, actor.group_size - most) * actor.groups * experiment.run.steps
         distilled = train - (spared if most else 0)
-        written = distilled * experiment.extractor.max_tokens
+        written = distilled * experiment.extractor.drafts * experiment.extractor.max_tokens
         yield f"tokens sampled by the extractor in training: at most {written:,}"
     if reflection := experiment.methods.reflection:
         yield f"tokens sampled in reflections: at most {again * reflection.max_tokens:,}"

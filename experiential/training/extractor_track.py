@@ -10,7 +10,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice, zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import Field
 
@@ -20,6 +20,7 @@ from experiential.errors import CheckpointError, ConfigError
 from experiential.sync import cancel_tasks
 from experiential.training.advantages import (
     batch_advantages,
+    cell_advantages,
     critic_reward,
     outcome,
     relative_rewards,
@@ -85,19 +86,21 @@ class ExtractorTrack:
             cooldown=options.cooldown,
             decay=options.decay,
             malformed_share=options.malformed_share,
+            by_episode=settings.drafts > 1,
         )
         self.updates = self.malformed = self.uncredited = 0
         self.last = TrainStats()
         self.mean_reward, self.staleness, self.weight = 0.0, 0.0, 1.0
         self._running: asyncio.Task[None] | None = None
-        self._refused: deque[Generation] = deque()  # of the manager's thread, for credit()
+        # (generation, episode), from the manager's thread for credit()
+        self._refused: deque[tuple[Generation, str]] = deque()
 
     def on_distillation(
         self, trajectory: Trajectory, distillation: Distillation, written: Sequence[Experience]
     ) -> None:
         """Keep a malformed answer as a sample with the lowest reward; the manager calls this."""
         if distillation.generation is not None and not distillation.parsed.operations:
-            self._refused.append(distillation.generation)
+            self._refused.append((distillation.generation, trajectory.id))
 
     async def credit(
         self, trajectories: Sequence[Trajectory], bonuses: Mapping[str, float] | None = None
@@ -109,10 +112,11 @@ class ExtractorTrack:
         ``bonuses`` adds the bonus of a use, by its id.
         """
         while self._refused:
-            generation = self._refused.popleft()
+            generation, episode = self._refused.popleft()
             self.malformed += 1
             if self._settings.train:
-                self.buffer.add_malformed(generation, self._settings.options.malformed_reward)
+                reward = self._settings.options.malformed_reward
+                self.buffer.add_malformed(generation, reward, episode)
         if not self._settings.train:
             return 0
         played = [t for t in trajectories if t.error is None]
@@ -135,8 +139,8 @@ class ExtractorTrack:
         # event loop only, in the order of the trajectories: an update never meets half of it.
         written = await asyncio.to_thread(lambda: [list(self._written_by(use)) for use, _ in uses])
         for (_, reward), found in zip(uses, written, strict=True):
-            for key, generation, span in found:
-                self.buffer.add_use(key, reward, generation, span)
+            for one in found:
+                self.buffer.add_use(one.key, reward, one.generation, one.span, one.episode)
         return len(uses)
 
     async def step(self, step: int) -> None:
@@ -181,15 +185,16 @@ class ExtractorTrack:
         self.buffer.load_state_dict(state["buffer"])
         self.updates, self.malformed = state["updates"], state["malformed"]
 
-    def _written_by(self, use: Use) -> Iterator[tuple[Key, Generation, Span | None]]:
+    def _written_by(self, use: Use) -> Iterator[_Writing]:
         """Yield the generations of the version, of its merged ancestors and of the refinement."""
         for key in self._bank.lineage(use.experience_id, use.experience_version):
             entry = self._bank.version(*key)
             name = entry.provenance.generation if entry is not None else None
             if entry is not None and name is not None and (found := self._bank.generation(name)):
-                yield key, found, entry.provenance.span
+                origin = entry.provenance
+                yield _Writing(key, found, origin.span, origin.trajectory or found.id)
         if use.refinement is not None and (found := self._bank.generation(use.refinement)):
-            yield (use.refinement, 0), found, None
+            yield _Writing((use.refinement, 0), found, None, found.id)
 
     async def _update(self, step: int) -> None:
         for _ in range(self._settings.updates_per_step):
@@ -246,6 +251,13 @@ Span = tuple[int, int]
 _MALFORMED = "malformed:"  # begins the keys of responses that wrote no entry
 
 
+class _Writing(NamedTuple):
+    key: Key
+    generation: Generation
+    span: Span | None
+    episode: str  # what it was written about, or the response itself
+
+
 class BufferSample(Record):
     """Represent one sample of an extractor batch.
 
@@ -254,7 +266,8 @@ class BufferSample(Record):
         generation: the response that wrote the entry.
         span: characters of the response that wrote this entry; None for the whole response.
         reward: mean reward over ``uses`` uses.
-        advantage: reward minus the batch's mean reward (eq. 3), not yet weighted.
+        advantage: reward minus the mean reward of the batch (eq. 3) or of what was written about
+            the same episode, not yet weighted.
         weight: eq. 7; the loss takes ``weight * advantage``.
     """
 
@@ -272,6 +285,7 @@ class _Waiting(Record):
     span: Span | None = None
     total: float  # of the rewards of ``uses`` uses
     uses: int = 1
+    episode: str = ""
 
 
 class Trained(Record):
@@ -309,6 +323,8 @@ class ExtractorBuffer:
         cooldown: delta of eq. 7, in training steps.
         decay: alpha of eq. 7.
         malformed_share: share of a batch that malformed responses may fill.
+        by_episode: compare a reward with those of its batch about the same episode, so that it does
+            not count what the episode showed; a lone one has the advantage 0.
 
     Attributes:
         history: training of each version so far.
@@ -329,6 +345,7 @@ class ExtractorBuffer:
         cooldown: int,
         decay: float,
         malformed_share: float = 1.0,
+        by_episode: bool = False,
     ) -> None:
         if not 1 <= batch_size <= capacity:
             raise ConfigError(
@@ -343,7 +360,7 @@ class ExtractorBuffer:
             raise ConfigError(f"Expected malformed_share between 0 and 1, got {malformed_share}")
         self._most_malformed = int(malformed_share * batch_size)
         self.capacity, self.batch_size, self.max_staleness = capacity, batch_size, max_staleness
-        self.cooldown, self.decay = cooldown, decay
+        self.cooldown, self.decay, self._by_episode = cooldown, decay, by_episode
         self.counters = BufferCounters()
         self._waiting: dict[Key, _Waiting] = {}
         self.history: dict[Key, Trained] = {}
@@ -352,11 +369,23 @@ class ExtractorBuffer:
         """Return the number of waiting samples, cooling ones included."""
         return len(self._waiting)
 
-    def add_use(self, key: Key, reward: float, generation: Generation, span: Span | None) -> None:
-        """Credit the version ``key`` with the outcome of one use; ``generation[span]`` wrote it."""
+    def add_use(
+        self,
+        key: Key,
+        reward: float,
+        generation: Generation,
+        span: Span | None,
+        episode: str = "",
+    ) -> None:
+        """Credit the version ``key`` with the outcome of one use.
+
+        ``generation[span]`` wrote it, about the episode of this id.
+        """
         found = self._waiting.get(key)
         if found is None:
-            self._waiting[key] = _Waiting(generation=generation, span=span, total=float(reward))
+            self._waiting[key] = _Waiting(
+                generation=generation, span=span, total=float(reward), episode=episode
+            )
             if len(self._waiting) > self.capacity:
                 del self._waiting[next(iter(self._waiting))]
                 self.counters.evicted += 1
@@ -364,9 +393,9 @@ class ExtractorBuffer:
             update = {"total": found.total + reward, "uses": found.uses + 1}
             self._waiting[key] = found.model_copy(update=update)
 
-    def add_malformed(self, generation: Generation, reward: float) -> None:
+    def add_malformed(self, generation: Generation, reward: float, episode: str = "") -> None:
         """Add a response of which no operation could be read; it is trained on as a whole."""
-        self.add_use((f"{_MALFORMED}{generation.id}", 0), reward, generation, None)
+        self.add_use((f"{_MALFORMED}{generation.id}", 0), reward, generation, None, episode)
 
     def next_batch(self, step: int, version: int) -> dict[Key, float]:
         """Return what ``take`` would take, with its weights; nothing without a full batch."""
@@ -399,7 +428,12 @@ class ExtractorBuffer:
         waiting = {key: self._waiting.pop(key) for key in weights}
         self.counters.trained += len(waiting)
         rewards = [sample.total / sample.uses for sample in waiting.values()]
-        advantages = batch_advantages(rewards).tolist()
+        if self._by_episode:
+            episodes = [sample.episode for sample in waiting.values()]
+            alike = [False] * len(episodes)
+            advantages = cell_advantages(rewards, episodes, alike, estimator="dr_grpo").tolist()
+        else:
+            advantages = batch_advantages(rewards).tolist()
         batch: list[BufferSample] = []
         for (key, sample), reward, advantage in zip(
             waiting.items(), rewards, advantages, strict=True

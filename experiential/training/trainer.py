@@ -344,6 +344,7 @@ class Trainer:
             share_queue=False,
             rounds=rounds,
             on_distillation=self._track.on_distillation,  # also of what a resumed run left
+            drafts=settings.extractor.drafts,
             seed=settings.seed,
             **manager_options(settings),
         )
