@@ -222,13 +222,13 @@ ENVIRONMENTS["lake-words"] = Setup(
     recipes=(*EARNED_RECIPES, "static-online-lake-rule", "erl", "erl-no-reflection"),
 )  # fmt: skip
 # The actor of its `static-online`, now fixed, reads eight lessons that an extractor draws about one
-# play on the first visit. They are compared with each other, so that no play counts, only a lesson.
+# play. They are compared with each other, so that no play counts, only what is made of it.
 ENVIRONMENTS["lake-words-drafts"] = replace(
     ENVIRONMENTS["lake-words"],
     training=(
         *ENVIRONMENTS["lake-words"].training, "env.train={split: train, dialects: 318}",
-        "env.visits=2", "actor.groups=12", "bank.retrieval.strategy=diverse",
-        "extractor.per_group=1", "extractor.drafts=8", "extractor.temperature=0.6",
+        "actor.groups=12", "bank.retrieval.strategy=diverse", "extractor.per_group=1",
+        "extractor.drafts=8", "extractor.temperature=0.6",
         "extractor.batch_size=80", "extractor.optim.lr=1e-4", "extractor.kl=0.0", "run.steps=240",
     ),
     curve=("eval.every=120", "eval.worlds=20", "eval.visits=4"),
