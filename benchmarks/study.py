@@ -18,6 +18,7 @@ import asyncio
 import csv
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -599,6 +600,7 @@ def run(
     jobs: int,
     minutes: float | None,
     more: Sequence[str] = (),
+    keep: Path | None = None,
 ) -> int:
     """Run the cells that are not finished, ``jobs`` at a time; return how many failed.
 
@@ -608,6 +610,7 @@ def run(
         jobs: processes at once.
         minutes: after which no further cell is started; None has no end.
         more: settings changed for all cells.
+        keep: folder in which the files of each training stay; None keeps none.
     """
     check(cells, more)
     left = [cell for cell in cells if not cell_path(results, *cell).exists()]
@@ -620,7 +623,7 @@ def run(
         if (
             time.monotonic() < end
             and not interrupted.is_set()
-            and not run_process(results, cell, more)
+            and not run_process(results, cell, more, keep)
         ):
             failed.append(cell)
 
@@ -635,7 +638,9 @@ def run(
     return len(failed)
 
 
-def run_process(results: Path, cell: tuple[str, str, int], more: Sequence[str]) -> bool:
+def run_process(
+    results: Path, cell: tuple[str, str, int], more: Sequence[str], keep: Path | None
+) -> bool:
     """Run one cell in a process of its own; return whether it finished.
 
     The output of a failed cell is shown. Each process has one thread.
@@ -650,6 +655,7 @@ def run_process(results: Path, cell: tuple[str, str, int], more: Sequence[str]) 
         *more,
         "--results",
         str(results),
+        *([] if keep is None else ["--keep", str(keep)]),
     ]
     done = subprocess.run(
         command,
@@ -678,12 +684,21 @@ def say(text: str) -> None:
 
 
 def finish_cell(
-    results: Path, environment: str, recipe: str, seed: int, more: Sequence[str]
+    results: Path,
+    environment: str,
+    recipe: str,
+    seed: int,
+    more: Sequence[str],
+    keep: Path | None = None,
 ) -> None:
     """Run one cell here and store it."""
+    name = f"{environment}/{recipe}-{seed}"
     with TemporaryDirectory(prefix="experiential-study-") as scratch:
-        cell = play_cell(environment, recipe, seed, Path(scratch), more)
-    cells_of(results).keep(f"{environment}/{recipe}-{seed}", cell)
+        folder = Path(scratch) if keep is None else keep.resolve() / name
+        shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was ended
+        folder.mkdir(parents=True)
+        cell = play_cell(environment, recipe, seed, folder, more)
+    cells_of(results).keep(name, cell)
     say(f"later visits: {', '.join(f'{arm.arm} {arm.later().mean():.2f}' for arm in cell.arms)}")
 
 
@@ -1184,11 +1199,14 @@ def arguments() -> argparse.ArgumentParser:
         metavar="key=value",
         help="settings changed for all cells, to try the study small",
     )
+    folder = "folder in which the files of each training stay"
+    chosen.add_argument("--keep", type=Path, help=folder)
     one = commands.add_parser("cell", help="run one cell here")
     one.add_argument("environment", choices=list(ENVIRONMENTS))
     one.add_argument("recipe")
     one.add_argument("seed", type=int)
     one.add_argument("overrides", nargs="*", metavar="key=value")
+    one.add_argument("--keep", type=Path, help=folder)
     shown = commands.add_parser("table", help="write the tables and the picture")
     for command in (chosen, one, shown):
         command.add_argument("--results", type=Path, default=RESULTS)
@@ -1210,10 +1228,18 @@ def execute(options: argparse.Namespace) -> int:
     """
     if options.command == "run":
         cells = order(options.environments, options.recipes, options.seeds)
-        return int(run(options.results, cells, options.jobs, options.minutes, options.set) > 0)
+        failed = run(
+            options.results, cells, options.jobs, options.minutes, options.set, options.keep
+        )
+        return int(failed > 0)
     if options.command == "cell":
         finish_cell(
-            options.results, options.environment, options.recipe, options.seed, options.overrides
+            options.results,
+            options.environment,
+            options.recipe,
+            options.seed,
+            options.overrides,
+            options.keep,
         )
     else:
         table(options.results)

@@ -27,6 +27,7 @@ from experiential.errors import ConfigError
 from experiential.evaluation.cell import Cell
 from experiential.evaluation.picture import Point
 from experiential.recipe import load_experiment
+from experiential.training.checkpoint import CheckpointStore
 from experiential.types import Add, Distillation, ParsedOperations, Trajectory
 
 
@@ -314,7 +315,7 @@ def test_what_is_finished_is_not_run_again_and_nothing_starts_when_the_time_is_u
 ) -> None:
     started: list[tuple[str, str, int]] = []
 
-    def process(results: Path, cell: tuple[str, str, int], more: Any) -> bool:
+    def process(results: Path, cell: tuple[str, str, int], more: Any, keep: Any) -> bool:
         started.append(cell)
         return cell[2] != 3
 
@@ -337,7 +338,9 @@ def test_a_cell_of_the_study_trains_and_plays_every_arm(
         "actor.groups=2",
         "actor.group_size=4",
     ]
-    study.finish_cell(tmp_path, "vault", "complementary", 3, small)
+    kept = tmp_path / "kept"
+    study.finish_cell(tmp_path, "vault", "complementary", 3, small, kept)
+    assert (kept / "vault" / "complementary-3" / "run" / "bank").is_dir()
     assert [path.name for path in (tmp_path / "cells" / "vault").iterdir()] == [
         "complementary-3.json"
     ]
@@ -350,6 +353,18 @@ def test_a_cell_of_the_study_trains_and_plays_every_arm(
     assert (cell.steps, cell.episodes, cell.tokens.keys()) == (1, 8, {"actor", "extractor"})
     assert [(point.step, point.episodes) for point in cell.curve["on"]] == [(0, 0), (1, 8)]
     assert study.cell_path(tmp_path, "vault", "complementary", 3).stat().st_size < 6000
+
+
+@pytest.mark.slow
+def test_a_cell_begins_with_an_actor_that_was_trained_to_read(tmp_path: Path) -> None:
+    small = ["run.steps=1", "eval.worlds=2", "eval.visits=2", "eval.every=0", "actor.groups=2"]
+    kept = tmp_path / "kept"
+    study.finish_cell(tmp_path, "lake-words-drafts", "exp-only", 0, small, kept)
+    folder = kept / "lake-words-drafts" / "exp-only-0"
+    _, manifest = CheckpointStore(folder / "run" / "checkpoints").latest()
+    assert manifest["experiment"]["model"]["name"] == str(folder / "reader" / "actor")
+    (cell,) = study.read_cells(tmp_path)
+    assert {arm.arm for arm in cell.arms} == {"off", "on", "frozen", "shuffled", "placebo"}
 
 
 def test_the_way_told_is_the_way_of_the_layout_on_the_board(tmp_path: Path) -> None:

@@ -35,6 +35,28 @@ def buffer(capacity: int = 16, **kwargs: Any) -> ExtractorBuffer:
     )
 
 
+def test_drafts_are_compared_with_those_of_their_episode_by_hand() -> None:
+    store = buffer(batch_size=6, by_episode=True)
+    for name, reward, about in (
+        ("a", 1, "easy"), ("b", 1, "hard"), ("c", 1, "easy"), ("d", -1, "hard"), ("a", -1, "easy"),
+        ("e", -1, "hard"), ("f", 1, "alone"),
+    ):  # fmt: skip
+        store.add_use((name, 1), reward, wrote(name), None, about)
+    # easy: a has mean 0 of two uses and c 1, mean 1/2; hard: 1, -1 and -1, mean -1/3
+    taken = {sample.key[0]: sample.advantage for sample in store.take(0, 0) if sample.key}
+    expected = {"a": -1 / 2, "b": 4 / 3, "c": 1 / 2, "d": -2 / 3, "e": -2 / 3, "f": 0}
+    assert taken == pytest.approx(expected)
+
+
+def test_a_malformed_draft_is_the_worst_of_its_episode() -> None:
+    store = buffer(batch_size=2, by_episode=True)
+    store.add_use(("a", 1), 1, wrote("a"), None, "one")
+    store.add_malformed(wrote("bad"), -1.0, "one")
+    restored = buffer(batch_size=2, by_episode=True)
+    restored.load_state_dict(store.state_dict())
+    assert {s.generation.id: s.advantage for s in restored.take(0, 0)} == {"a": 1.0, "bad": -1.0}
+
+
 def test_one_sample_per_version_with_the_mean_reward_and_the_advantage_by_hand() -> None:
     store = buffer(batch_size=3)
     for step_rewards in (

@@ -773,6 +773,12 @@ class TestEstimate:
         lines = list(describe_cost(load_experiment("complementary", settings)))
         assert any(f"extractor in training: at most {50 * distilled:,}" in one for one in lines)
 
+    def test_each_draft_costs_tokens(self) -> None:
+        settings = ["run.steps=10", "actor.groups=4", "actor.group_size=8", "extractor.drafts=4"]
+        settings += ["extractor.per_group=1", "extractor.max_tokens=50"]
+        lines = list(describe_cost(load_experiment("complementary", settings)))
+        assert any(f"extractor in training: at most {50 * 40 * 4:,}" in one for one in lines)
+
     def test_without_a_bank_one_arm_is_evaluated(self) -> None:
         assert (
             evaluation_episodes(load_experiment("grpo", ["eval.worlds=5", "eval.visits=3"]))

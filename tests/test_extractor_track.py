@@ -123,6 +123,29 @@ async def test_the_order_of_the_samples_is_that_of_the_trajectories(told: Story)
     assert order[0] == "late" and set(order[1:]) == {"merge", "one", "two"}
 
 
+async def test_drafts_are_told_by_the_episode_that_they_are_about(told: Story) -> None:
+    bank, played = told.bank, [xp.Trajectory(task="leave") for _ in range(2)]
+    drafts = [
+        bank.apply(
+            distillation(f"{kind} {number}", xp.Add(text=f"{kind} lesson {number}")),
+            trajectory=one,
+            shown=[],
+        )[0]
+        for number, one in enumerate(played)
+        for kind in ("good", "bad")
+    ]
+    track = track_of(bank, drafts=2, batch_size=6, options={"malformed_share": 0.5})
+    track.on_distillation(played[0], distillation("malformed"), ())
+    other = xp.Trajectory(task="leave")
+    track.on_distillation(other, distillation("lone"), ())  # nothing to compare it with
+    await track.credit([episode(one, success=not number % 2) for number, one in enumerate(drafts)])
+    taken = {one.generation.id: one.advantage for one in track.buffer.take(0, 0)}
+    # 1, -1 and -1 about the first, 1 and -1 about the second
+    assert taken == pytest.approx(
+        {"good 0": 4 / 3, "bad 0": -2 / 3, "malformed": -2 / 3, "good 1": 1, "bad 1": -1, "lone": 0}
+    )
+
+
 async def test_an_extractor_that_is_not_trained_is_credited_nothing(told: Story) -> None:
     track = track_of(told.bank, train=False)
     assert await track.credit([episode(told.merged)]) == 0

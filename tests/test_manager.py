@@ -575,6 +575,49 @@ def test_entries_alone_in_their_task_form_the_last_group():
     ]
 
 
+class Drafter(Echo):
+    """Add a lesson to the first answer, rewrite the entry shown in all others."""
+
+    async def adistill(self, trajectory, shown):
+        await super().adistill(trajectory, shown)
+        number = len(self.distilled)
+        text = f"draft {number} of {trajectory.id}"
+        operation = Update(entry=1, text=text, span=(3, 9)) if shown else Add(text=text)
+        return Distillation(parsed=ParsedOperations(operations=(operation,)))
+
+
+def test_drafts_about_one_episode_stand_side_by_side(bank):
+    entry, told = bank.add("old", task="t"), []
+    ended = Trajectory(
+        id="one", task="t", uses=(Use(experience_id=entry.id, experience_version=1),)
+    )
+    with ExperienceManager(
+        bank, Drafter(), drafts=3, on_distillation=lambda *args: told.append(args)
+    ) as manager:
+        manager.submit(ended)
+        manager.drain(timeout=10)
+        stats = manager.stats()
+    drafts = [one for one in bank.entries() if one.id != entry.id]
+    assert [(one.text, one.version) for one in bank if one.id == entry.id] == [("old", 1)]
+    assert sorted(one.text for one in drafts) == [f"draft {n} of one" for n in (1, 2, 3)]
+    assert {one.provenance.trajectory for one in drafts} == {"one"}
+    assert {one.provenance.span for one in drafts} == {(3, 9)}
+    assert {one.task for one in drafts} == {"t"}
+    assert [args[0].id for args in told] == ["one"] * 3
+    assert [len(args[2]) for args in told] == [1, 1, 1]
+    assert (stats["distilled"], stats["waiting"], stats["operations"]) == (1, 0, {"add": 3})
+
+
+def test_a_draft_that_fails_is_drawn_again_with_the_others(bank):
+    extractor = Drafter(fail=1)
+    with ExperienceManager(bank, extractor, drafts=3, backoff=0.01) as manager:
+        manager.submit(Trajectory(id="one", task="t"))
+        manager.drain(timeout=10)
+        stats = manager.stats()
+    assert len(extractor.distilled) == 6
+    assert len(bank) == 3 and stats["waiting"] == 0 and stats["distilled"] == 1
+
+
 def test_updates_go_through_the_queue(bank):
     class Reviser(Echo):
         async def adistill(self, trajectory, shown):
