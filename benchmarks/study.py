@@ -228,8 +228,8 @@ ENVIRONMENTS["lake-words-drafts"] = replace(
     ENVIRONMENTS["lake-words"],
     training=(
         *ENVIRONMENTS["lake-words"].training, "env.train={split: train, dialects: 318}",
-        "actor.groups=12", "bank.retrieval.strategy=diverse", "extractor.per_group=1",
-        "extractor.drafts=8", "extractor.temperature=0.6",
+        "env.visits=2", "actor.groups=12", "bank.retrieval.strategy=diverse",
+        "extractor.per_group=1", "extractor.drafts=8", "extractor.temperature=0.6",
         "extractor.batch_size=80", "extractor.optim.lr=1e-4", "extractor.kl=0.0", "run.steps=240",
     ),
     curve=("eval.every=120", "eval.worlds=20", "eval.visits=4"),

@@ -323,8 +323,8 @@ class ExtractorSettings(Settings):
     """episodes of each group that are distilled at most, the first and then those of the other
     outcome in turn, no play twice; 0: all"""
     drafts: PositiveInt = 1
-    """answers drawn about each distilled episode, in training; of several, each writes entries of
-    its own, which are compared with each other and not with the whole batch"""
+    """answers drawn about each distilled episode, in training; of several, none is shown an entry,
+    and their entries are compared with each other and not with the whole batch"""
     shared: bool = False
     """one set of weights, and one optimiser, for actor and extractor"""
     reward: Literal["direct", "relative"] = "direct"

@@ -576,13 +576,13 @@ def test_entries_alone_in_their_task_form_the_last_group():
 
 
 class Drafter(Echo):
-    """Add a lesson to the first answer, rewrite the entry shown in all others."""
+    """Number the answers; rewrite an entry if one is shown."""
 
     async def adistill(self, trajectory, shown):
         await super().adistill(trajectory, shown)
         number = len(self.distilled)
         text = f"draft {number} of {trajectory.id}"
-        operation = Update(entry=1, text=text, span=(3, 9)) if shown else Add(text=text)
+        operation = Update(entry=1, text=text) if shown else Add(text=text)
         return Distillation(parsed=ParsedOperations(operations=(operation,)))
 
 
@@ -601,7 +601,6 @@ def test_drafts_about_one_episode_stand_side_by_side(bank):
     assert [(one.text, one.version) for one in bank if one.id == entry.id] == [("old", 1)]
     assert sorted(one.text for one in drafts) == [f"draft {n} of one" for n in (1, 2, 3)]
     assert {one.provenance.trajectory for one in drafts} == {"one"}
-    assert {one.provenance.span for one in drafts} == {(3, 9)}
     assert {one.task for one in drafts} == {"t"}
     assert [args[0].id for args in told] == ["one"] * 3
     assert [len(args[2]) for args in told] == [1, 1, 1]

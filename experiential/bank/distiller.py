@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from experiential.bank.breaker import CircuitBreaker, is_over_budget, outage_of
 from experiential.bank.extractor import Extractor
 from experiential.bank.index.embed import EntryKey, embed_entries
-from experiential.bank.operations import keys_to_embed, side_by_side
+from experiential.bank.operations import keys_to_embed
 from experiential.bank.options import ManagerOptions
 from experiential.bank.outcome import OutcomeJudge
 from experiential.bank.protocol import Bank
@@ -254,6 +254,8 @@ class Distiller:
             assert self.extractor is not None
             # A bank may be a server: the loop does not wait for it.
             trajectory, shown = await asyncio.to_thread(self._read, id)
+            if self._drafts > 1:  # the last one would rewrite what the others had written
+                shown = []
             if trajectory.rubric:
                 trajectory = await self._judged(trajectory)
             asked = [self.extractor.adistill(trajectory, shown) for _ in range(self._drafts)]
@@ -262,9 +264,8 @@ class Distiller:
             for answer in await asyncio.wait_for(together, self._settings.distill_timeout):
                 if isinstance(answer, BaseException):
                     raise answer
-                one = side_by_side(answer) if self._drafts > 1 else answer
-                await self.embed(one, shown, trajectory.task or None)
-                drafts.append(one)
+                await self.embed(answer, shown, trajectory.task or None)
+                drafts.append(answer)
         return _Distilled(trajectory, shown, drafts)
 
     async def _conclude(self, id: str, result: _Distilled | Exception) -> None:

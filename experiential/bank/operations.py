@@ -46,21 +46,6 @@ def keys_to_embed(
     return keys
 
 
-def side_by_side(distillation: Distillation) -> Distillation:
-    """Return a distillation that adds what it would write over an entry.
-
-    So several drafts about one episode can be in a bank at the same time.
-    """
-    parsed = distillation.parsed
-    operations = tuple(
-        Add(text=one.text, span=one.span) if isinstance(one, Update) else one
-        for one in parsed.operations
-    )
-    return distillation.model_copy(
-        update={"parsed": parsed.model_copy(update={"operations": operations})}
-    )
-
-
 def distil(
     draft: Draft,
     distillation: Distillation,
