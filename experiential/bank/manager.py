@@ -112,8 +112,8 @@ class ExperienceManager(Shared):
             one; ten times as long is the first pause while the extractor's service is out.
         rounds: what the extractor asks. What is submitted is then distilled by ``drain`` only, and
             in the order of the queue, so that equal runs write equal banks.
-        drafts: answers that the extractor is asked for about each episode. Of several, none is shown
-            an entry, so that each adds entries of its own.
+        drafts: answers that the extractor is asked for about each episode. Of several, none is
+            shown an entry, so that each adds entries of its own.
         options: fields of ``ManagerOptions``; ``retrieval`` may be a dict.
 
     Attributes:
