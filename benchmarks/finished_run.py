@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from experiential.agents.actor import ActorAgent
+from experiential.agents.extractor import ExtractorAgent
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.folder import FolderBank
 from experiential.bank.manager_like import NoBank
@@ -25,11 +26,22 @@ from experiential.types import Experience, Hit
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """Hold the newest checkpoint of a run, opened."""
+    """Hold the newest checkpoint of a run, opened.
+
+    Attributes:
+        experiment: the run's.
+        policy: the final actor.
+        extractor: as the run began with it; ``extractor.load(folder / "extractor")`` makes it the
+            final one.
+        bank: the final one, to be read.
+        folder: the checkpoint.
+    """
 
     experiment: Experiment
     policy: PolicyRuntime
+    extractor: PolicyRuntime
     bank: FolderBank
+    folder: Path
 
     def actor(self) -> ActorAgent:
         """Return an agent with the run's own settings."""
@@ -40,6 +52,18 @@ class FinishedRun:
             constrain=settings.constrain,
             max_tokens=settings.max_tokens,
             **settings.options.model_dump(include={"history", "keep_first", "advice", "system"}),
+        )
+
+    def distiller(self, temperature: float) -> ExtractorAgent:
+        """Return an agent that distils with the run's own settings but for the temperature."""
+        settings = self.experiment.extractor
+        return ExtractorAgent(
+            self.extractor,
+            prompts=prompt_set_name(self.experiment.extractor_model or self.experiment.model),
+            max_operations=settings.max_operations,
+            max_tokens=settings.max_tokens,
+            temperature=temperature,
+            seed=self.experiment.seed,
         )
 
 
@@ -59,7 +83,7 @@ async def finished(run: Path) -> AsyncGenerator[FinishedRun]:
         stack.callback(extractor.close)
         await actor.load(folder / "actor")
         bank = ExperienceBank(folder / "bank", namespace=experiment.bank.namespace, read_only=True)
-        yield FinishedRun(experiment, actor, stack.enter_context(bank))
+        yield FinishedRun(experiment, actor, extractor, stack.enter_context(bank), folder)
 
 
 class Shown(NoBank):

@@ -1,0 +1,160 @@
+"""Measure what training changed in an extractor: lessons about equal plays, before and after.
+
+    python -m benchmarks.lesson_gain RUN [RUN ...] [--plays 3] [--layouts 6]
+        [--temperatures 0.3 0.6] [--name lake-words-drafts]
+        [--results benchmarks/results/lesson_gain.json]
+
+Runs are of one recipe and environment, with different seeds. The final actor of a run plays the
+worlds held out for evaluation without advice. About each play the extractor that the run began
+with and the one that it ended with write a lesson, without seeing an entry. With each lesson the
+same actor then plays its world on fresh seeds, the same for both lessons. So nothing differs but
+who wrote the lesson; no bank takes part. An answer that adds nothing is played without advice.
+
+Results of other environments in the file stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+import experiential  # noqa: F401  (registers the environments)
+from benchmarks.finished_run import FinishedRun, Shown, finished, keep
+from experiential.agents.prompts import experience_block
+from experiential.evaluation.intervals import GAIN, RATE, clustered_mean
+from experiential.rollout import Job, Rollout, Task, episode_seed
+from experiential.types import Add, Condition, Trajectory
+
+WRITERS = ("untrained", "trained")
+_PLAYS, _TESTS, _SAMPLING = 91, 92, 93  # streams of seeds
+
+
+async def plays(rollout: Rollout, worlds: Sequence[int], count: int) -> list[list[Trajectory]]:
+    """Return ``count`` plays of each world without advice."""
+    jobs = [
+        Job(
+            Task(episode_seed(_PLAYS, world, number), f"{world}.{number}", {"world": world}),
+            Condition.FREE,
+            episode_seed(_SAMPLING, world, number),
+        )
+        for world in worlds
+        for number in range(count)
+    ]
+    played = [one.trajectory for one in await rollout.play(jobs)]
+    return [played[start : start + count] for start in range(0, len(played), count)]
+
+
+async def lessons(final: FinishedRun, plays: Sequence[Trajectory], temperature: float) -> list[str]:
+    """Return what the extractor, as it is now, adds after each play; nothing is empty."""
+    agent = final.distiller(temperature)
+    answers = await asyncio.gather(*(agent.adistill(one) for one in plays))
+    return [
+        next((one.text for one in answer.parsed.operations if isinstance(one, Add)), "")
+        for answer in answers
+    ]
+
+
+async def success(
+    rollout: Rollout, worlds: Sequence[int], texts: Sequence[Sequence[str]], layouts: int
+) -> np.ndarray:
+    """Return the success of each world with its lessons, each on equal seeds, shape (worlds,)."""
+    jobs = [
+        Job(
+            Task(
+                episode_seed(_TESTS, world, number, layout),
+                f"{world}.{number}.{layout}",
+                {"world": world},
+            ),
+            Condition.GUIDED if text else Condition.FREE,
+            episode_seed(_SAMPLING, world, number, layout),
+            advice=experience_block([text]) if text else None,
+        )
+        for world, told in zip(worlds, texts, strict=True)
+        for number, text in enumerate(told)
+        for layout in range(layouts)
+    ]
+    won = [one.trajectory.success is True for one in await rollout.play(jobs)]
+    return np.array(won, dtype=float).reshape(len(worlds), -1).mean(1)
+
+
+async def measure(
+    run: Path, count: int, layouts: int, temperatures: Sequence[float]
+) -> dict[str, np.ndarray]:
+    """Return the success by world of a run's actor: without a lesson, and per writer."""
+    async with finished(run) as final:
+        settings = final.experiment.env
+        held_out = settings.kwargs | settings.eval
+        env: Any = gym.make(settings.id, disable_env_checker=True, **held_out).unwrapped
+        worlds = list(env.worlds)
+        rollout = Rollout(settings, settings.eval, Shown(), final.actor, slots=64)
+        played = await plays(rollout, worlds, count)
+        found = {"none": await success(rollout, worlds, [[""] * count] * len(worlds), layouts)}
+        for writer in WRITERS:
+            if writer == "trained":
+                await final.extractor.load(final.folder / "extractor")
+            for temperature in temperatures:
+                told = await lessons(final, [p for each in played for p in each], temperature)
+                texts = [told[start : start + count] for start in range(0, len(told), count)]
+                name = f"{writer} {temperature:g}"
+                found[name] = await success(rollout, worlds, texts, layouts)
+        rollout.close()
+    return found
+
+
+def summary(
+    tables: Sequence[dict[str, np.ndarray]], temperatures: Sequence[float]
+) -> dict[str, Any]:
+    """Return success and gain with intervals over runs and worlds."""
+    rates = {name: np.array([table[name] for table in tables]) for name in tables[0]}
+    told: dict[str, Any] = {
+        "runs": len(tables),
+        "success": {
+            name: clustered_mean(table, bounds=RATE).model_dump() for name, table in rates.items()
+        },
+    }
+    told["trained minus untrained"] = {
+        f"{temperature:g}": clustered_mean(
+            rates[f"trained {temperature:g}"] - rates[f"untrained {temperature:g}"], bounds=GAIN
+        ).model_dump()
+        for temperature in temperatures
+    }
+    untrained = [f"untrained {temperature:g}" for temperature in temperatures]
+    best = max(untrained, key=lambda name: rates[name].mean())
+    told["each minus the best untrained"] = {
+        f"trained {temperature:g}": clustered_mean(
+            rates[f"trained {temperature:g}"] - rates[best], bounds=GAIN
+        ).model_dump()
+        for temperature in temperatures
+    } | {"best": best}
+    return told
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--plays", type=int, default=3, help="of each held-out world")
+    parser.add_argument("--layouts", type=int, default=6, help="episodes with each lesson")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.3, 0.6])
+    parser.add_argument("--name", default="lake-words-drafts", help="of the environment")
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results/lesson_gain.json"))
+    options = parser.parse_args()
+    tables = [
+        asyncio.run(measure(run, options.plays, options.layouts, options.temperatures))
+        for run in options.runs
+    ]
+    found = summary(tables, options.temperatures)
+    found |= {"plays": options.plays, "layouts": options.layouts}
+    known = json.loads(options.results.read_text("utf-8")) if options.results.exists() else {}
+    keep(known | {options.name: found}, options.results)
+
+
+if __name__ == "__main__":
+    main()
