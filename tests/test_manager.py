@@ -607,6 +607,11 @@ def test_drafts_about_one_episode_stand_side_by_side(bank):
     assert (stats["distilled"], stats["waiting"], stats["operations"]) == (1, 0, {"add": 3})
 
 
+def test_no_draft_at_all_is_refused(bank):
+    with pytest.raises(ConfigError, match="drafts of at least 1"):
+        ExperienceManager(bank, Drafter(), drafts=0)
+
+
 def test_a_draft_that_fails_is_drawn_again_with_the_others(bank):
     extractor = Drafter(fail=1)
     with ExperienceManager(bank, extractor, drafts=3, backoff=0.01) as manager:

@@ -276,7 +276,7 @@ class Distiller:
             trajectory, shown, drafts = result
             written: list[list[Experience]] = []
             for number, one in enumerate(drafts, 1):
-                apply = partial(
+                entries = await self.write(
                     self._bank.apply,
                     one,
                     trajectory=trajectory,
@@ -285,7 +285,7 @@ class Distiller:
                     extractor_version=self.version(),
                     review=self._settings.review,
                 )
-                written.append(await self.write(apply))
+                written.append(entries)
         except Exception as error:  # noqa: BLE001  (counted, and tried again)
             await self._try_again(id, error)
         else:

@@ -140,6 +140,8 @@ class ExperienceManager(Shared):
                 f"Expected bank to be an ExperienceBank, got {type(bank).__name__}; open one with"
                 " ExperienceBank(path)"
             )
+        if drafts < 1:
+            raise ConfigError(f"Expected drafts of at least 1, got {drafts}")
         self.bank = bank
         self.settings = bank_settings(options)
         limit = self.settings.text_limit
