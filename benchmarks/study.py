@@ -89,9 +89,6 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "complementary-per-group-2": ("complementary", ("extractor.per_group=2",)),
     "complementary-search-and-ask": ("complementary", ("actor.search_and_ask=1",)),
     "static-online-all-guided": ("static-online", _ALL_GUIDED),
-    "exp-only-untrained": ("exp-only", ("extractor.train=false",)),  # nothing learns
-    # As many lessons, about eight plays each: they are compared with the whole batch, as in eq. 3.
-    "exp-only-plays": ("exp-only", ("extractor.drafts=1", "extractor.per_group=8")),
     "static-online-home-rule": ("static-online", ("extractor.agent=benchmarks.earned_rules:home",)),
     "static-online-lake-rule": ("static-online", ("extractor.agent=benchmarks.earned_rules:lake",)),
     "static-online-vault-rule": (
@@ -238,7 +235,7 @@ ENVIRONMENTS["lake-words-drafts"] = replace(
         *ENVIRONMENTS["lake-words"].final, "bank.retrieval.strategy=recent",
         "extractor.temperature=0.3",  # as in lake-words
     ),
-    recipes=("exp-only", "exp-only-plays", "exp-only-untrained"),
+    recipes=("exp-only",),
     beside=("lake-words",),
     reader="lake-words",
 )  # fmt: skip
