@@ -56,7 +56,8 @@ def journal(path: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_two_runs_at_different_speeds_are_equal_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_two_runs_at_different_speeds_are_equal_bit_for_bit(tmp_path: Path, drafts: int) -> None:
     """Two processes slow each other down, hash their sets differently, and differ in priority.
 
     What is compared does not depend on any of it, so that the test cannot fail by chance.
@@ -65,7 +66,7 @@ def test_two_runs_at_different_speeds_are_equal_bit_for_bit(tmp_path: Path) -> N
         "model.threads=1 run.drain=true run.steps=4 run.minutes=null run.trackers=[]"
         " run.checkpoint_every=0 actor.groups=4 extractor.batch_size=8 bank.merge_every=2"
         " actor.search_and_ask=1 methods.self_distill={} eval.worlds=6 eval.visits=3"
-    ).split()
+    ).split() + [f"extractor.drafts={drafts}"]
     processes = []
     for name, seed, priority in (("a", "1", 0), ("b", "77", 5)):
         command = [sys.executable, "-m", "experiential.cli.train", *settings]
