@@ -1,7 +1,7 @@
 """Measure what training changed in an extractor: lessons about equal plays, before and after.
 
-    python -m benchmarks.lesson_gain RUN [RUN ...] [--plays 3] [--layouts 6]
-        [--temperatures 0.3 0.6] [--name lake-words-drafts]
+    python -m benchmarks.lesson_gain RUN [RUN ...] [--plays 5] [--layouts 6]
+        [--temperatures 0.1 0.3 0.6] [--name lake-words-drafts]
         [--results benchmarks/results/lesson_gain.json]
 
 Runs are of one recipe and environment, with different seeds. The final actor of a run plays the
@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import json
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ WRITERS = ("untrained", "trained")
 _PLAYS, _TESTS, _SAMPLING = 91, 92, 93  # streams of seeds
 
 
-async def plays(rollout: Rollout, worlds: Sequence[int], count: int) -> list[list[Trajectory]]:
-    """Return ``count`` plays of each world without advice."""
+async def plays(rollout: Rollout, worlds: Sequence[int], count: int) -> list[Trajectory]:
+    """Return ``count`` plays of each world without advice, world by world."""
     jobs = [
         Job(
             Task(episode_seed(_PLAYS, world, number), f"{world}.{number}", {"world": world}),
@@ -47,12 +48,11 @@ async def plays(rollout: Rollout, worlds: Sequence[int], count: int) -> list[lis
         for world in worlds
         for number in range(count)
     ]
-    played = [one.trajectory for one in await rollout.play(jobs)]
-    return [played[start : start + count] for start in range(0, len(played), count)]
+    return [one.trajectory for one in await rollout.play(jobs)]
 
 
 async def lessons(final: FinishedRun, plays: Sequence[Trajectory], temperature: float) -> list[str]:
-    """Return what the extractor, as it is now, adds after each play; nothing is empty."""
+    """Return the lesson that the extractor, as it is now, adds after each play; "" for none."""
     agent = final.distiller(temperature)
     answers = await asyncio.gather(*(agent.adistill(one) for one in plays))
     return [
@@ -62,9 +62,14 @@ async def lessons(final: FinishedRun, plays: Sequence[Trajectory], temperature: 
 
 
 async def success(
-    rollout: Rollout, worlds: Sequence[int], texts: Sequence[Sequence[str]], layouts: int
+    rollout: Rollout, worlds: Sequence[int], texts: Sequence[str], layouts: int
 ) -> np.ndarray:
-    """Return the success of each world with its lessons, each on equal seeds, shape (worlds,)."""
+    """Return the success of each world with its lessons, shape (worlds,).
+
+    ``texts`` has as many lessons for each world, world by world; each is played on ``layouts``
+    seeds, the same whatever it says.
+    """
+    count = len(texts) // len(worlds)
     jobs = [
         Job(
             Task(
@@ -76,8 +81,7 @@ async def success(
             episode_seed(_SAMPLING, world, number, layout),
             advice=experience_block([text]) if text else None,
         )
-        for world, told in zip(worlds, texts, strict=True)
-        for number, text in enumerate(told)
+        for (world, number), text in zip(product(worlds, range(count)), texts, strict=True)
         for layout in range(layouts)
     ]
     won = [one.trajectory.success is True for one in await rollout.play(jobs)]
@@ -95,15 +99,13 @@ async def measure(
         worlds = list(env.worlds)
         rollout = Rollout(settings, settings.eval, Shown(), final.actor, slots=64)
         played = await plays(rollout, worlds, count)
-        found = {"none": await success(rollout, worlds, [[""] * count] * len(worlds), layouts)}
+        found = {"none": await success(rollout, worlds, [""] * len(played), layouts)}
         for writer in WRITERS:
             if writer == "trained":
                 await final.extractor.load(final.folder / "extractor")
             for temperature in temperatures:
-                told = await lessons(final, [p for each in played for p in each], temperature)
-                texts = [told[start : start + count] for start in range(0, len(told), count)]
-                name = f"{writer} {temperature:g}"
-                found[name] = await success(rollout, worlds, texts, layouts)
+                told = await lessons(final, played, temperature)
+                found[f"{writer} {temperature:g}"] = await success(rollout, worlds, told, layouts)
         rollout.close()
     return found
 
@@ -140,9 +142,9 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("runs", type=Path, nargs="+")
-    parser.add_argument("--plays", type=int, default=3, help="of each held-out world")
+    parser.add_argument("--plays", type=int, default=5, help="of each held-out world")
     parser.add_argument("--layouts", type=int, default=6, help="episodes with each lesson")
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.3, 0.6])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.1, 0.3, 0.6])
     parser.add_argument("--name", default="lake-words-drafts", help="of the environment")
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/lesson_gain.json"))
     options = parser.parse_args()
