@@ -1,6 +1,7 @@
 """The journal survives kill -9."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,8 @@ import time
 import pytest
 
 from experiential.bank.bank import ExperienceBank
-from experiential.bank.storage.journal import Journal
+from experiential.bank.storage import journal
+from experiential.bank.storage.journal import Journal, copy_stable
 from experiential.errors import BankError
 from experiential.types import Trajectory
 
@@ -145,3 +147,30 @@ def test_a_copy_beside_a_busy_writer_is_whole(tmp_path):
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def test_a_journal_just_written_is_copied_at_once(tmp_path, monkeypatch):
+    source = tmp_path / "source"
+    source.write_bytes(b"a" * 5000)
+    monkeypatch.setattr(journal.time, "time_ns", lambda: source.stat().st_mtime_ns)  # it stays new
+    copy_stable(source, tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == source.read_bytes()
+
+
+def test_a_write_that_shows_in_no_date_is_seen(tmp_path, monkeypatch):
+    source, target = tmp_path / "source", tmp_path / "copy"
+    source.write_bytes(b"a" * 5000)
+    dated = source.stat().st_mtime_ns
+    monkeypatch.setattr(journal.time, "time_ns", lambda: dated)
+    copyfile, copies = shutil.copyfile, []
+
+    def beside_a_writer(source, target):
+        copyfile(source, target)
+        if len(copies) < 2:  # as large, and within the same tick
+            source.write_bytes(bytes([98 + len(copies)]) * 5000)
+            os.utime(source, ns=(dated, dated))
+        copies.append(source)
+
+    monkeypatch.setattr(journal.shutil, "copyfile", beside_a_writer)
+    copy_stable(source, target)
+    assert len(copies) == 3 and target.read_bytes() == b"c" * 5000
