@@ -215,7 +215,7 @@ def managed(bank: Any, extractor: Obedient) -> ExperienceManager:
     return manager
 
 
-def test_a_drain_that_ends_early_leaves_the_queue_to_the_next_one(bank: Any) -> None:
+def test_a_drain_that_ends_early_leaves_the_queue_to_the_next_one(bank: Any, caplog: Any) -> None:
     extractor = Obedient(wait=30.0)
     with managed(bank, extractor) as manager:
         manager.pause()
@@ -228,6 +228,8 @@ def test_a_drain_that_ends_early_leaves_the_queue_to_the_next_one(bank: Any) -> 
         extractor.wait = 0.0
         manager.drain(30)
         assert manager.stats()["distilled"] == 3
+    gc.collect()
+    assert not caplog.records  # such as "exception was never retrieved"
 
 
 def test_a_spent_budget_ends_the_drain(bank: Any) -> None:

@@ -259,9 +259,11 @@ class Distiller:
             if trajectory.rubric:
                 trajectory = await self._judged(trajectory)
             asked = [self.extractor.adistill(trajectory, shown) for _ in range(self._drafts)]
-            together = asyncio.gather(*asked, return_exceptions=True)  # all end before one fails
+            async with asyncio.timeout(self._settings.distill_timeout):
+                # All end before one fails.
+                answers = await asyncio.gather(*asked, return_exceptions=True)
             drafts: list[Distillation] = []
-            for answer in await asyncio.wait_for(together, self._settings.distill_timeout):
+            for answer in answers:
                 if isinstance(answer, BaseException):
                     raise answer
                 await self.embed(answer, shown, trajectory.task or None)
