@@ -269,7 +269,7 @@ ENVIRONMENTS["vault-law-smollm2"] = Setup(
     final=("eval.worlds=120", "eval.visits=2"),
     recipes=(
         "grpo", "static-online-all-guided", "complementary-all-guided", "template-all-guided",
-        "history",
+        "history", "erl",
     ),
     arm="frozen",
     profile="small",
@@ -290,6 +290,7 @@ ENVIRONMENTS["alfworld-homes"] = Setup(
     final=("eval.worlds=30", "eval.visits=4"),
     recipes=(
         "grpo", "static-online", "complementary", "template", "history", "static-online-home-rule",
+        "erl",
     ),
     chance=0.0,  # of 400 episodes of random moves, without ALFWorld at hand
     profile="small",
