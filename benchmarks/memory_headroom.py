@@ -19,6 +19,9 @@ is used as well as it can be, so that a row bounds what an agent with this memor
 * ``alfworld-homes``: the plan of a made household is known but for the place of the object, which
   is searched for, first where a remembered visit saw such an object. Turns are counted on the
   problem, without TextWorld. Needs the extra ``alfworld``.
+* ``alfworld-scenes``: the same in ALFWorld's own scenes, whose games place objects anew. A visit
+  that drew the very game of an earlier one does not remember it. ``likely`` looks first where such
+  objects are most often in the scenes of train, which weights can learn. Needs ``ALFWORLD_DATA``.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
@@ -35,7 +38,7 @@ from typing import Any
 
 import numpy as np
 
-from experiential.envs.alfworld.games import Game, House
+from experiential.envs.alfworld.games import Game, House, default_folder, houses_of, open_games
 from experiential.envs.alfworld.household import made_houses
 from experiential.envs.dialect import DIRECTIONS, Dialect
 from experiential.envs.frozen_lake import FrozenLakeEnv, Lake
@@ -325,14 +328,14 @@ class Search:
     Attributes:
         turns: of the plan that knows where the object is.
         sought: kind of the object.
-        at: its place.
+        at: the places where one is.
         costs: turns that a look into each place takes.
         contents: kinds of objects in each place.
     """
 
     turns: int
     sought: str
-    at: str
+    at: frozenset[str]
     costs: dict[str, int]
     contents: dict[str, set[str]]
 
@@ -349,7 +352,25 @@ class Search:
             _named(one): {kind.lower() for kind, at in kinds if at == one} for one in places
         }
         costs = {_named(one): 1 + (one in openable) for one in places}
-        return cls(len(game.walkthrough), thing.split()[0], place, costs, contents)
+        return cls(len(game.walkthrough), thing.split()[0], frozenset({place}), costs, contents)
+
+    @classmethod
+    def of_scene(cls, game: Game) -> Search:
+        """Read it from a game of ALFWorld's own that asks for one object to be brought to a place.
+
+        A place goes by its name in the problem, which all games of a scene share.
+        """
+        problem = game.data["pddl_problem"]
+        sought, _, goal = game.id.partition("/")[0].split("-")[1:4]
+        openable = set(re.findall(r"\(openable (\S+)\)", problem))
+        contents: dict[str, set[str]] = {
+            place: set() for place in re.findall(r"^\s*(\S+) - receptacle$", problem, re.MULTILINE)
+        }
+        for kind, place in re.findall(r"\(inReceptacle (\w+?)_bar_\S+ (\S+)\)", problem):
+            contents[place].add(kind)
+        costs = {place: 1 + (place in openable) for place in contents}
+        at = (one for one, kinds in contents.items() if sought in kinds and _type(one) != goal)
+        return cls(len(game.walkthrough), sought, frozenset(at), costs, contents)
 
 
 def _named(place: str) -> str:
@@ -357,26 +378,51 @@ def _named(place: str) -> str:
     return f"{kind.lower()}{'basin' if basin else ''} {99 - int(number)}"
 
 
-def search(houses: Sequence[House], visits: int, window: int | None, seed: int) -> np.ndarray:
+def _type(place: str) -> str:
+    return place.partition("_bar_")[0]
+
+
+Prior = Callable[[str, str], float]
+
+
+def search(
+    houses: Sequence[House],
+    visits: int,
+    window: int | None,
+    seed: int,
+    *,
+    read: Callable[[Game], Search] = Search.of,
+    prior: Prior = lambda kind, place: 0.0,
+) -> np.ndarray:
     """Return the turns of each visit to each household, int, shape (households, visits).
 
     The searcher knows the plan but for the place of the object. It looks first where a remembered
-    visit saw one of its kind, then anywhere that no remembered visit looked, then elsewhere.
+    visit saw one of its kind, then anywhere that no remembered visit looked, then elsewhere; among
+    these where ``prior``, of a kind and a place, is greatest. The visits of one and the same game
+    are not remembered by each other.
     """
     turns = np.zeros((len(houses), visits), int)
     for number, house in enumerate(houses):
         rng = np.random.default_rng([seed, number])
-        past: list[dict[str, set[str]]] = []
+        past: list[tuple[str, dict[str, set[str]]]] = []
         for visit_number in range(visits):
-            game = Search.of(house.draw(rng))
-            kept = past if window is None else past[max(len(past) - window, 0) :]
+            drawn = house.draw(rng)
+            game = read(drawn)
+            others = [looked for id, looked in past if id != drawn.id]
+            kept = others if window is None else others[max(len(others) - window, 0) :]
             seen = {place: kinds for looked in kept for place, kinds in looked.items()}
             order = [str(place) for place in rng.permutation(list(game.costs))]
-            order.sort(key=lambda place: (game.sought not in seen.get(place, ()), place in seen))
-            looked = order[: order.index(game.at) + 1]
+            order.sort(
+                key=lambda place: (
+                    game.sought not in seen.get(place, ()),
+                    place in seen,
+                    -prior(game.sought, place),
+                )
+            )
+            looked = order[: 1 + min(order.index(place) for place in game.at)]
             wasted = sum(game.costs[place] for place in looked[:-1])
             turns[number, visit_number] = game.turns + wasted
-            past.append({place: game.contents[place] for place in looked})
+            past.append((drawn.id, {place: game.contents[place] for place in looked}))
     return turns
 
 
@@ -396,12 +442,46 @@ def alfworld_homes(worlds: int, seeds: int = 4, limit: int = 12) -> dict[str, An
     return found
 
 
+def alfworld_scenes(worlds: int, seeds: int = 4, limit: int = 12) -> dict[str, Any]:
+    """Measure the same in ALFWorld's own scenes, with and without what train scenes make likely."""
+    folder = default_folder()
+    if folder is None:
+        raise SystemExit("Expected ALFWorld's games, got none: export ALFWORLD_DATA=FOLDER")
+    entries = open_games(folder, "train")
+    kinds = ("pick_and_place_simple",)
+    rng = np.random.default_rng(0)
+    held: dict[tuple[str, str], float] = defaultdict(float)
+    for house in houses_of(entries, "train", kinds):
+        game = Search.of_scene(house.draw(rng))
+        number = Counter(map(_type, game.costs))
+        for place, found in game.contents.items():
+            for kind in found:
+                held[kind, _type(place)] += 1 / number[_type(place)]
+    houses = houses_of(entries, "eval", kinds)[:worlds]
+    rows: dict[str, Any] = {"houses": len(houses)}
+    priors: dict[str, Prior] = {
+        "": lambda kind, place: 0.0,
+        ", likely": lambda kind, place: held[kind, _type(place)],
+    }
+    for ending, prior in priors.items():
+        for name, window in {"none": 0, "last visit": 1, "all visits": None}.items():
+            made = [
+                search(houses, 8, window, seed, read=Search.of_scene, prior=prior)
+                for seed in range(seeds)
+            ]
+            turns = np.concatenate(made)
+            success = (turns <= limit).mean(axis=0).tolist()
+            rows[name + ending] = {"success": success, "turns": turns.mean(axis=0).tolist()}
+    return rows
+
+
 PARTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "vault-no-note": vault_no_note,
     "vault-law": vault_law,
     "vault-law-no-note": lambda worlds: vault_law(worlds, note=False),
     "frozenlake-dialects": lambda worlds: dialects(FrozenLakeEnv, read_lake, worlds),
     "alfworld-homes": alfworld_homes,
+    "alfworld-scenes": alfworld_scenes,
     "sokoban-dialects": lambda worlds: dialects(SokobanEnv, read_room, worlds),
 }
 

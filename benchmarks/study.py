@@ -295,6 +295,19 @@ ENVIRONMENTS["alfworld-homes"] = Setup(
     chance=0.0,  # of 400 episodes of random moves, without ALFWorld at hand
     profile="small",
 )  # fmt: skip
+# ALFWorld's own scenes, of which each game places most objects anew, after the same cold start.
+# Rooms have more places, so there are more turns.
+ENVIRONMENTS["alfworld-scenes"] = replace(
+    ENVIRONMENTS["alfworld-homes"],
+    training=(
+        *ENVIRONMENTS["alfworld-homes"].training, "env.kwargs.data=$ALFWORLD_DATA",
+        "env.train={split: train, households: 57}", "env.eval={split: eval, households: 23}",
+        "env.kwargs.turns=12", "env.max_turns=12",
+    ),
+    final=("eval.worlds=23", "eval.visits=4"),
+    recipes=("grpo", "static-online", "complementary", "template", "history"),
+    chance=0.0,  # of 400 episodes of random moves, without the games at hand
+)  # fmt: skip
 # Above, the comment on each move is in every observation; here neither method reads it.
 ENVIRONMENTS["frozen-lake-hidden"] = replace(
     ENVIRONMENTS["frozen-lake"],

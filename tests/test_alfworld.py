@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
@@ -320,6 +321,18 @@ def test_damaged_packed_files_are_named(tmp_path: Path) -> None:
         ALFWorldEnv(data=str(tmp_path))
     with pytest.raises(ConfigError, match="valid_seen.jsonl.xz"):
         ALFWorldEnv("eval", data=str(tmp_path))
+
+
+def test_data_may_name_an_environment_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _pack(tmp_path, [ROW])
+    monkeypatch.setenv("MY_GAMES", str(tmp_path))
+    with closing(ALFWorldEnv(data="$MY_GAMES")) as env:
+        assert env.worlds == 1
+    monkeypatch.delenv("MY_GAMES")
+    with pytest.raises(ConfigError, match="MY_GAMES.*run alfworld-download"):
+        ALFWorldEnv(data="$MY_GAMES")
 
 
 def _download(

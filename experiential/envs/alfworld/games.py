@@ -114,7 +114,7 @@ def houses_of(
 
 def open_games(data: str | Path, split: str) -> tuple[Entry, ...]:
     """Return the games of a download or a packed folder (``common.json``), ordered by name."""
-    folder, name = Path(data).expanduser(), FILES[split]
+    folder, name = Path(os.path.expandvars(data)).expanduser(), FILES[split]
     if (folder / "common.json").is_file():
         path = folder / f"{name}.jsonl.xz"
         if not path.is_file():
