@@ -329,7 +329,7 @@ def test_data_may_name_an_environment_variable(
     _pack(tmp_path, [ROW])
     monkeypatch.setenv("MY_GAMES", str(tmp_path))
     with closing(ALFWorldEnv(data="$MY_GAMES")) as env:
-        assert env.worlds == 1
+        assert env.worlds == [0]
     monkeypatch.delenv("MY_GAMES")
     with pytest.raises(ConfigError, match="MY_GAMES.*run alfworld-download"):
         ALFWorldEnv(data="$MY_GAMES")
