@@ -385,6 +385,13 @@ def _type(place: str) -> str:
 Prior = Callable[[str, str], float]
 
 
+def _chance(prior: Prior | None, kind: str, place: str, looks: Sequence[bool]) -> float:
+    """Return how likely a place holds a kind, after what remembered looks into it found."""
+    if prior is None:  # the last look counts; a place never looked into lies between
+        return float(looks[-1]) if looks else 0.5
+    return (prior(kind, place) + sum(looks)) / (1 + len(looks))
+
+
 def search(
     houses: Sequence[House],
     visits: int,
@@ -392,14 +399,15 @@ def search(
     seed: int,
     *,
     read: Callable[[Game], Search] = Search.of,
-    prior: Prior = lambda kind, place: 0.0,
+    prior: Prior | None = None,
 ) -> np.ndarray:
     """Return the turns of each visit to each household, int, shape (households, visits).
 
     The searcher knows the plan but for the place of the object. It looks first where a remembered
-    visit saw one of its kind, then anywhere that no remembered visit looked, then elsewhere; among
-    these where ``prior``, of a kind and a place, is greatest. The visits of one and the same game
-    are not remembered by each other.
+    visit saw one of its kind, then anywhere that no remembered visit looked, then elsewhere. With a
+    ``prior``, the chance that such a place holds such a kind, it looks first where the kind is
+    likeliest: the mean of the prior and of what each remembered look found. The visits of one and
+    the same game are not remembered by each other.
     """
     turns = np.zeros((len(houses), visits), int)
     for number, house in enumerate(houses):
@@ -410,15 +418,15 @@ def search(
             game = read(drawn)
             others = [looked for id, looked in past if id != drawn.id]
             kept = others if window is None else others[max(len(others) - window, 0) :]
-            seen = {place: kinds for looked in kept for place, kinds in looked.items()}
+            looks: dict[str, list[bool]] = defaultdict(list)
+            for looked in kept:
+                for place, kinds in looked.items():
+                    looks[place].append(game.sought in kinds)
+            chances = {
+                place: _chance(prior, game.sought, place, looks[place]) for place in game.costs
+            }
             order = [str(place) for place in rng.permutation(list(game.costs))]
-            order.sort(
-                key=lambda place: (
-                    game.sought not in seen.get(place, ()),
-                    place in seen,
-                    -prior(game.sought, place),
-                )
-            )
+            order.sort(key=chances.__getitem__, reverse=True)
             looked = order[: 1 + min(order.index(place) for place in game.at)]
             wasted = sum(game.costs[place] for place in looked[:-1])
             turns[number, visit_number] = game.turns + wasted
@@ -459,8 +467,8 @@ def alfworld_scenes(worlds: int, seeds: int = 4, limit: int = 12) -> dict[str, A
                 held[kind, _type(place)] += 1 / number[_type(place)]
     houses = houses_of(entries, "eval", kinds)[:worlds]
     rows: dict[str, Any] = {"houses": len(houses)}
-    priors: dict[str, Prior] = {
-        "": lambda kind, place: 0.0,
+    priors: dict[str, Prior | None] = {
+        "": None,
         ", likely": lambda kind, place: held[kind, _type(place)],
     }
     for ending, prior in priors.items():
