@@ -37,7 +37,7 @@ import numpy as np
 from benchmarks import demonstrations, households, smollm2_reader
 from benchmarks.orderings import ORDERINGS, Ordering, findings
 from experiential.cli.errors import exit_code
-from experiential.config import Arm, Experiment
+from experiential.config import Arm
 from experiential.envs import random_agent
 from experiential.errors import ConfigError
 from experiential.evaluation.card import (
@@ -125,8 +125,8 @@ class Setup:
         profile: of the model; None: the bundled one.
         records: start each bank with a raw record of every training vault, so that an untrained
             actor has something to read.
-        reader: the environment whose `static-online`, of the same seed, is trained first; a run
-            begins with its actor, which has learned to read, and an untrained extractor.
+        reader: the environment whose `static-online` (or its variant) is trained first, with the
+            same seed; a run begins with its actor, which can read, and an untrained extractor.
     """
 
     training: tuple[str, ...]
@@ -254,6 +254,24 @@ ENVIRONMENTS["vault-smollm2"] = Setup(
     ),
     profile="small",
     records=True,
+)  # fmt: skip
+# As for dialects: the actor of its `static-online`, now fixed, and lessons about one play compared.
+ENVIRONMENTS["vault-smollm2-drafts"] = replace(
+    ENVIRONMENTS["vault-smollm2"],
+    training=(
+        *ENVIRONMENTS["vault-smollm2"].training, "actor.groups=12", "actor.group_size=8",
+        "bank.retrieval.strategy=diverse", "bank.retrieval.floor=-1.0",
+        "bank.options.retrieval.same_task=true", "extractor.drafts=8", "extractor.temperature=0.6",
+        "extractor.batch_size=80", "extractor.optim.lr=1e-3", "extractor.kl=0.0", "run.steps=40",
+    ),
+    curve=("eval.every=20", "eval.worlds=20", "eval.visits=2", "eval.temperature=1.0"),
+    final=(
+        *ENVIRONMENTS["vault-smollm2"].final, "bank.retrieval.strategy=recent",
+        "extractor.temperature=0.1",  # as in vault-smollm2
+    ),
+    recipes=("exp-only",),
+    records=False,
+    reader="vault-smollm2",
 )  # fmt: skip
 # The law for that model: its recipe on Vault, and the bank and the worlds of the law.
 ENVIRONMENTS["vault-law-smollm2"] = Setup(
@@ -471,8 +489,7 @@ def cold_start(
     setup = ENVIRONMENTS[environment]
     experiment = load_experiment(base_of(environment, recipe), overrides)
     if setup.reader is not None:
-        first = [*overrides_of(setup.reader, "static-online", seed), *more]
-        return reader(load_experiment("static-online", first), scratch / "reader")
+        return reader(setup.reader, seed, scratch, more)
     if setup.records and experiment.extractor.enabled:
         smollm2_reader.write_bank(scratch / "records")
         return [f"bank.path={scratch / 'records'}"]
@@ -486,15 +503,22 @@ def cold_start(
     return [f"methods.cold_start={{demonstrations: {file}}}"]
 
 
-def reader(experiment: Experiment, output: Path) -> list[str]:
-    """Train an actor; return the settings by which a run begins with it and a fresh extractor."""
+def reader(environment: str, seed: int, scratch: Path, more: Sequence[str]) -> list[str]:
+    """Train the actor of an environment's `static-online`, as its study does.
+
+    Returns:
+        the settings by which a run begins with that actor and a fresh extractor.
+    """
+    recipe = next(one for one in ENVIRONMENTS[environment].recipes if one.startswith("static-on"))
+    overrides = [*overrides_of(environment, recipe, seed), *more]
+    begun = cold_start(environment, recipe, overrides, seed, scratch, more)
+    experiment = load_experiment(base_of(environment, recipe), [*overrides, *begun])
     quiet = experiment.eval.model_copy(update={"before": False, "every": 0, "after": False})
+    output = scratch / "reader"
     Trainer(experiment.model_copy(update={"eval": quiet}), output).run()
-    model = experiment.model
-    return [
-        f"model.name={output / 'actor'}",
-        f"extractor_model={{name: {model.name}, prompts: {model.prompts}}}",
-    ]
+    first = experiment.model
+    second = first.model_dump(mode="json", exclude_unset=True) | {"name": str(first.name)}
+    return [f"model.name={output / 'actor'}", f"extractor_model={json.dumps(second)}"]
 
 
 def final_cells(
