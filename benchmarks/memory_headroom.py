@@ -358,18 +358,19 @@ class Search:
     def of_scene(cls, game: Game) -> Search:
         """Read it from a game of ALFWorld's own that asks for one object to be brought to a place.
 
-        A place goes by its name in the problem, which all games of a scene share.
+        A place goes by its name in the problem, which all games of a scene share. Places of the
+        kind that the object is brought to are left out.
         """
         problem = game.data["pddl_problem"]
         sought, _, goal = game.id.partition("/")[0].split("-")[1:4]
         openable = set(re.findall(r"\(openable (\S+)\)", problem))
-        contents: dict[str, set[str]] = {
-            place: set() for place in re.findall(r"^\s*(\S+) - receptacle$", problem, re.MULTILINE)
-        }
+        places = re.findall(r"^\s*(\S+) - receptacle$", problem, re.MULTILINE)
+        contents: dict[str, set[str]] = {one: set() for one in places if _type(one) != goal}
         for kind, place in re.findall(r"\(inReceptacle (\w+?)_bar_\S+ (\S+)\)", problem):
-            contents[place].add(kind)
+            if place in contents:
+                contents[place].add(kind)
         costs = {place: 1 + (place in openable) for place in contents}
-        at = (one for one, kinds in contents.items() if sought in kinds and _type(one) != goal)
+        at = (place for place, kinds in contents.items() if sought in kinds)
         return cls(len(game.walkthrough), sought, frozenset(at), costs, contents)
 
 

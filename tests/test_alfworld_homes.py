@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 
 from benchmarks.memory_headroom import Search, search
-from experiential.envs.alfworld.games import Entry, Game, default_folder, houses_of, open_games
+from experiential.envs.alfworld.games import (
+    Entry,
+    Game,
+    House,
+    default_folder,
+    houses_of,
+    open_games,
+)
 from experiential.envs.alfworld.household import (
     BEDROOM,
     KITCHEN,
@@ -118,7 +125,47 @@ def test_who_remembers_a_household_finds_things_in_fewer_turns() -> None:
     assert every[:, 7].mean() < last[:, 7].mean() - 1 < forgets[:, 7].mean() - 2
     assert (every[:, 0] == forgets[:, 0]).all()
     game = Search.of(houses[0].draw(np.random.default_rng(0)))
-    assert game.sought in game.contents[game.at] and game.costs[game.at] in (1, 2)
+    (at,) = game.at
+    assert game.sought in game.contents[at] and game.costs[at] in (1, 2)
+
+
+SCENE = """
+        Bed_bar_1 - receptacle
+        Desk_bar_2 - receptacle
+        Safe_bar_3 - receptacle
+        (openable Safe_bar_3)
+        (inReceptacle Book_bar_9 Safe_bar_3)
+        (inReceptacle Book_bar_7 Bed_bar_1)
+        (inReceptacle Pen_bar_8 Desk_bar_2)
+"""
+
+
+def scene_game(number: int) -> Game:
+    """A book is to be brought to the bed, from the safe."""
+    name = f"pick_and_place_simple-Book-None-Bed-301/trial_{number}"
+    data = {"pddl_problem": SCENE}
+    way = ("go to safe 1", "open safe 1", "take book 1 from safe 1", "go to bed 1", "move book 1")
+    return Game(name, "pick_and_place_simple", "put a book in bed", way, data)
+
+
+def test_a_searcher_in_a_scene_goes_by_the_usual_places_and_by_what_it_saw() -> None:
+    game = Search.of_scene(scene_game(0))
+    assert (game.sought, game.at) == ("Book", {"Safe_bar_3"})
+    assert game.costs == {"Desk_bar_2": 1, "Safe_bar_3": 2}  # who looks on the bed has won nothing
+    number = iter(range(99))
+    new = [House("house 301", "", lambda rng: scene_game(next(number)))]
+    same = [House("house 301", "", lambda rng: scene_game(0))]
+
+    def turns(houses: list[House], window: int | None, usual: dict[str, float]) -> list[int]:
+        prior = (lambda kind, place: usual[place]) if usual else None
+        return search(houses, 4, window, 0, read=Search.of_scene, prior=prior)[0].tolist()
+
+    right, wrong = {"Desk_bar_2": 0.2, "Safe_bar_3": 0.5}, {"Desk_bar_2": 0.9, "Safe_bar_3": 0.2}
+    assert turns(new, 0, right) == turns(new, None, right) == [5, 5, 5, 5]
+    assert turns(new, 0, wrong) == [6, 6, 6, 6]  # the desk is in vain
+    # After a look into both, the desk's .9 becomes (.9 + 0) / 2, and the safe's .2 (.2 + 1) / 2.
+    assert turns(new, None, wrong) == [6, 5, 5, 5]
+    assert turns(same, None, wrong) == [6, 6, 6, 6]  # the same game is not remembered
 
 
 @pytest.fixture
