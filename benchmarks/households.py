@@ -2,7 +2,8 @@
 
     python -m benchmarks.households demonstrations OUT.jsonl [--seed 0]
     python -m benchmarks.households start build/homes [--seed 0]
-    python -m benchmarks.households probe build/homes [--episodes 48]
+    python -m benchmarks.households probe build/homes [--episodes 48] [--households 24]
+        [--turns 10] [--data '$ALFWORLD_DATA']
 
 A world is a household, in which each kind of object is always kept in one place; the task is to
 bring an object somewhere. The script goes where a note says that the object is kept, else it
@@ -14,7 +15,7 @@ extractor writes the list or goes on with it. ``start`` trains a LoRA adapter on
 stages, and saves the model with it merged, which all recipes of the study's environment
 ``alfworld-homes`` start from. ``probe`` says what a model can do in households of the split dev:
 how often it succeeds with a list of what two looks around showed, and without, and how right its
-lists are about plays of the script.
+lists are about plays of the script; with ``--data``, in ALFWorld's own scenes.
 """
 
 from __future__ import annotations
@@ -75,8 +76,6 @@ class Stage:
     listed: int | None = None
 
 
-PROBED = 24
-"""Households of the split dev that are probed."""
 STAGES = (Stage(700, 0.25), Stage(120, 1.0, listed=3))
 """The first teaches to act and to read, and lists; the second to go on with a list."""
 
@@ -302,13 +301,24 @@ def train(model: str, stage: Stage, seed: int, folder: Path) -> None:
         shutil.copytree(merged, folder, dirs_exist_ok=True)
 
 
-def probe(model: str, episodes: int) -> dict[str, Any]:
-    """Return what a model does with a list and without, and how right its own lists are."""
-    experiment = load_experiment("complementary+small", [*SETTINGS, f"model.name={model}"])
+def probe(
+    model: str, episodes: int, households: int = 24, turns: int = 10, data: str = "made"
+) -> dict[str, Any]:
+    """Return what a model does in households of the split dev, and how right its own lists are.
+
+    Each episode is played with a list and without.
+    """
+    experiment = load_experiment(
+        "complementary+small",
+        [
+            *SETTINGS, f"model.name={model}", f"env.kwargs.data={data}",
+            f"env.kwargs.turns={turns}", f"env.max_turns={turns}",
+        ],
+    )  # fmt: skip
     prompts, rng = prompt_set_name(experiment.model), random.Random(0)
     with (
         closing(open_model(experiment.model)) as llm,
-        closing(make_env(experiment.env, {"split": "dev", "households": PROBED})) as env,
+        closing(make_env(experiment.env, {"split": "dev", "households": households})) as env,
     ):
         actor = ActorAgent(llm, prompts=prompts, advice="observation", constrain=True)
         extractor = ExtractorAgent(
@@ -317,7 +327,7 @@ def probe(model: str, episodes: int) -> dict[str, Any]:
         won: dict[str, list[bool]] = {"with": [], "without": []}
         told = Counter[str]()
         for number in range(episodes):
-            world = number % PROBED
+            world = number % households
             known, _ = explored(env, world, rng, 5)
             known |= explored(env, world, rng, 5)[0]
             for arm, note in (("with", known), ("without", {})):
@@ -376,11 +386,15 @@ def main() -> None:
     asked = commands.add_parser("probe", help="say what a model can do")
     asked.add_argument("model")
     asked.add_argument("--episodes", type=int, default=48)
+    asked.add_argument("--households", type=int, default=24, help="of the split dev")
+    asked.add_argument("--turns", type=int, default=10)
+    asked.add_argument("--data", default="made", help="folder of ALFWorld's games")
     begun.add_argument("--stages", type=int, nargs="+", default=[1, 2], help="1, 2 or both")
     begun.add_argument("--from", dest="base", default="smollm2", help="model to begin with")
     options = parser.parse_args()
     if options.command == "probe":
-        print(json.dumps(probe(options.model, options.episodes), indent=1))
+        asked_for = (options.episodes, options.households, options.turns, options.data)
+        print(json.dumps(probe(options.model, *asked_for), indent=1))
         return
     if options.command == "demonstrations":
         print(f"{write(options.out, STAGES[0], options.seed)} chats: {options.out}")
