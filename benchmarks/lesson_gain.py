@@ -8,7 +8,8 @@ Runs are of one recipe and environment, with different seeds. The final actor of
 worlds held out for evaluation without advice. About each play the extractor that the run began
 with and the one that it ended with write a lesson, without seeing an entry. With each lesson the
 same actor then plays its world on fresh seeds, the same for both lessons. So nothing differs but
-who wrote the lesson; no bank takes part. An answer that adds nothing is played without advice.
+who wrote the lesson; no bank takes part. An answer that adds nothing is played without advice. The
+baseline ``template`` is a fixed sentence about each play, with its last answer.
 
 Results of other environments in the file stay.
 """
@@ -28,6 +29,7 @@ import numpy as np
 
 import experiential  # noqa: F401  (registers the environments)
 from benchmarks.finished_run import FinishedRun, Shown, finished, keep
+from experiential.agents.functions import template
 from experiential.agents.prompts import experience_block
 from experiential.evaluation.intervals import GAIN, RATE, clustered_mean
 from experiential.rollout import Job, Rollout, Task, episode_seed
@@ -91,7 +93,7 @@ async def success(
 async def measure(
     run: Path, count: int, layouts: int, temperatures: Sequence[float]
 ) -> dict[str, np.ndarray]:
-    """Return the success by world of a run's actor: without a lesson, and per writer."""
+    """Return the success by world of a run's actor: without a lesson, and per writer of it."""
     async with finished(run) as final:
         settings = final.experiment.env
         held_out = settings.kwargs | settings.eval
@@ -100,6 +102,8 @@ async def measure(
         rollout = Rollout(settings, settings.eval, Shown(), final.actor, slots=64)
         played = await plays(rollout, worlds, count)
         found = {"none": await success(rollout, worlds, [""] * len(played), layouts)}
+        fixed = [template(one) for one in played]
+        found["template"] = await success(rollout, worlds, fixed, layouts)
         for writer in WRITERS:
             if writer == "trained":
                 await final.extractor.load(final.folder / "extractor")
@@ -129,12 +133,13 @@ def summary(
     }
     untrained = [f"untrained {temperature:g}" for temperature in temperatures]
     best = max(untrained, key=lambda name: rates[name].mean())
-    told["each minus the best untrained"] = {
-        f"trained {temperature:g}": clustered_mean(
-            rates[f"trained {temperature:g}"] - rates[best], bounds=GAIN
-        ).model_dump()
-        for temperature in temperatures
-    } | {"best": best}
+    for title, base in (("best untrained", best), ("fixed sentence", "template")):
+        told[f"each minus the {title}"] = {
+            f"trained {temperature:g}": clustered_mean(
+                rates[f"trained {temperature:g}"] - rates[base], bounds=GAIN
+            ).model_dump()
+            for temperature in temperatures
+        } | ({"best": best} if base == best else {})
     return told
 
 

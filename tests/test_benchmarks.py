@@ -375,7 +375,7 @@ def test_a_cell_begins_with_an_actor_that_was_trained_to_read(tmp_path: Path) ->
 
 def test_the_gain_of_lessons_is_over_the_same_and_over_the_best_temperature() -> None:
     rates = {"none": [0.0, 0.0], "untrained 0.3": [0.5, 1.0], "untrained 0.6": [0.0, 0.5]}
-    rates |= {"trained 0.3": [0.5, 1.0], "trained 0.6": [1.0, 1.0]}
+    rates |= {"trained 0.3": [0.5, 1.0], "trained 0.6": [1.0, 1.0], "template": [0.5, 0.0]}
     found = lesson_gain.summary(
         [{name: np.array(row) for name, row in rates.items()}] * 2, [0.3, 0.6]
     )
@@ -384,6 +384,7 @@ def test_the_gain_of_lessons_is_over_the_same_and_over_the_best_temperature() ->
     assert {name: gain["mean"] for name, gain in gains.items()} == {"0.3": 0.0, "0.6": 0.75}
     over = found["each minus the best untrained"]
     assert over["best"] == "untrained 0.3" and over["trained 0.6"]["mean"] == 0.25
+    assert found["each minus the fixed sentence"]["trained 0.3"]["mean"] == 0.5
 
 
 def test_the_way_told_is_the_way_of_the_layout_on_the_board(tmp_path: Path) -> None:
