@@ -52,6 +52,36 @@ async def learn(runtime: LocalRuntime, steps: int = 3) -> float:
     return stats.metrics["kl_reference"]
 
 
+async def adapted(folder: Path, seed: int) -> list[dict[str, torch.Tensor]]:
+    """Return the adapters of actor and extractor after three updates, with dropout."""
+    lora = LoraSettings(rank=4, alpha=8, dropout=0.3)
+    settings = ModelSettings(name=str(folder), device="cpu", lora=lora)
+    optims = (OptimSettings(lr=1e-2), OptimSettings(lr=1e-2))
+    runtimes = build_runtimes(settings, None, optims, references=(True, True), seed=seed)
+    for runtime in runtimes:
+        await learn(runtime)
+    found = [named(one, f".{one.name}.") for one in runtimes]
+    for runtime in runtimes:
+        runtime.close()
+    return found
+
+
+async def test_adapters_and_their_dropout_are_drawn_with_the_seed(tmp_path: Path) -> None:
+    for part in tiny_random_model():
+        part.save_pretrained(tmp_path)
+    torch.manual_seed(1)
+    one = await adapted(tmp_path, 3)
+    drawn = torch.rand(3)
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(3), drawn)  # torch's own generator stays as it was
+    again, other = await adapted(tmp_path, 3), await adapted(tmp_path, 4)
+    for mine, same, new in zip(one, again, other, strict=True):
+        assert mine and all(torch.equal(mine[name], same[name]) for name in mine)
+        assert not any(torch.equal(mine[name], new[name]) for name in mine)
+    actor, extractor = ([w for n, w in each.items() if "lora_A" in n] for each in one)
+    assert not any(map(torch.equal, actor, extractor))
+
+
 async def test_the_base_is_shared_and_stays_frozen(pair: tuple[LocalRuntime, LocalRuntime]) -> None:
     actor, extractor = pair
     assert actor.llm.model is extractor.llm.model

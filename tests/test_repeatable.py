@@ -56,8 +56,10 @@ def journal(path: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafts", [1, 3])
-def test_two_runs_at_different_speeds_are_equal_bit_for_bit(tmp_path: Path, drafts: int) -> None:
+@pytest.mark.parametrize(
+    "setting", ["extractor.drafts=1", "extractor.drafts=3", "model.lora={rank: 4, dropout: 0.1}"]
+)
+def test_two_runs_at_different_speeds_are_equal_bit_for_bit(tmp_path: Path, setting: str) -> None:
     """Two processes slow each other down, hash their sets differently, and differ in priority.
 
     What is compared does not depend on any of it, so that the test cannot fail by chance.
@@ -66,7 +68,7 @@ def test_two_runs_at_different_speeds_are_equal_bit_for_bit(tmp_path: Path, draf
         "model.threads=1 run.drain=true run.steps=4 run.minutes=null run.trackers=[]"
         " run.checkpoint_every=0 actor.groups=4 extractor.batch_size=8 bank.merge_every=2"
         " actor.search_and_ask=1 methods.self_distill={} eval.worlds=6 eval.visits=3"
-    ).split() + [f"extractor.drafts={drafts}"]
+    ).split() + [setting]
     processes = []
     for name, seed, priority in (("a", "1", 0), ("b", "77", 5)):
         command = [sys.executable, "-m", "experiential.cli.train", *settings]

@@ -13,11 +13,12 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from experiential.cache import cache_folder
 from experiential.config import LoraSettings, ModelSettings, ServerSettings
@@ -251,13 +252,13 @@ def load_tokenizer(name: str) -> Any:
 
 
 def load_model(
-    settings: ModelSettings, *, adapters: Sequence[str] = (), merge: bool = True
+    settings: ModelSettings, *, adapters: Sequence[str] = (), merge: bool = True, seed: int = 0
 ) -> tuple[Any, Any]:
     """Return ``(model, tokenizer)`` in evaluation mode, on the device and in the precision set.
 
     With ``lora`` set the base is frozen and gets one adapter per name in ``adapters``, by default
-    "default". The adapter of a folder that holds one is added to the weights of its base, or
-    without ``merge`` put over them, as it was in training.
+    "default"; ``seed`` and the names draw the first weights. The adapter of a folder that holds one
+    is added to the weights of its base, or without ``merge`` put over them, as it was in training.
     """
     tokenizer = load_tokenizer(settings.name)
     import torch
@@ -276,7 +277,7 @@ def load_model(
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if settings.lora is not None:
-        model = add_adapters(model, settings.lora, adapters or ("default",))
+        model = add_adapters(model, settings.lora, adapters or ("default",), seed)
     return model.to(resolve_device(settings.device)).eval(), tokenizer
 
 
@@ -345,10 +346,23 @@ def _weights(name: str, dtype: Any, merge: bool) -> Any:
     return merged
 
 
-def add_adapters(model: Any, lora: LoraSettings, names: Sequence[str]) -> Any:
+@contextmanager
+def torch_seed(*parts: int | str) -> Generator[None]:
+    """Seed what torch draws on the CPU inside, and leave its generator as it was before."""
+    import torch
+
+    state = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(crc32(repr(parts).encode()))
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
+
+
+def add_adapters(model: Any, lora: LoraSettings, names: Sequence[str], seed: int = 0) -> Any:
     """Wrap ``model`` with one LoRA adapter per name over a shared frozen base; the first is active.
 
-    Adapters are float32, also over a base of lower precision.
+    Adapters are float32, also over a base of lower precision. ``seed`` and ``names`` draw them.
     """
     require("local", "peft")
     import peft
@@ -360,9 +374,10 @@ def add_adapters(model: Any, lora: LoraSettings, names: Sequence[str]) -> Any:
         target_modules=list(lora.targets),
         task_type="CAUSAL_LM",
     )
-    wrapped: Any = peft.get_peft_model(model, config, adapter_name=names[0])
-    for name in names[1:]:
-        wrapped.add_adapter(name, config)
+    with torch_seed(seed, *names):
+        wrapped: Any = peft.get_peft_model(model, config, adapter_name=names[0])
+        for name in names[1:]:
+            wrapped.add_adapter(name, config)
     wrapped.set_adapter(names[0])
     return wrapped
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from experiential.config import Experiment, ModelSettings, OptimSettings
 from experiential.errors import CheckpointError, ConfigError
 from experiential.llm.base import Prompt, SamplingParams
 from experiential.llm.executor import DeviceExecutor
-from experiential.llm.models import AFTER_HEAD, merged_weights
+from experiential.llm.models import AFTER_HEAD, merged_weights, torch_seed
 from experiential.llm.states import MEMORY_SHARE, free_memory, total_memory
 from experiential.llm.transformers import TransformersLLM
 from experiential.llm.vllm import VLLM
@@ -258,6 +258,11 @@ class LocalRuntime(PolicyRuntime):
             self.llm.executor.close()
 
     def _train(self, samples: list[Sample], loss: LossSettings) -> TrainStats:
+        drops = any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in self._model.modules())
+        with torch_seed(self.name, self.version, loss.seed) if drops else nullcontext():
+            return self._updated(samples, loss)
+
+    def _updated(self, samples: list[Sample], loss: LossSettings) -> TrainStats:
         begin = time.perf_counter()
         self.llm.forget()  # states of weights that are about to change
         stats = TrainStats(
@@ -579,6 +584,7 @@ class InProcessRuntime:
                 references=(actor.kl > 0, extractor.enabled and extractor.kl > 0),
                 shared=one,
                 steady=experiment.repeatable,
+                seed=experiment.seed,
             )
         self.actor, self.extractor = policies
 
@@ -606,6 +612,7 @@ def build_runtimes(
     shared: bool = False,
     max_batch: int = 64,
     steady: bool = False,
+    seed: int = 0,
 ) -> tuple[LocalRuntime, LocalRuntime]:
     """Load actor and extractor onto one executor, which ends when the actor is closed.
 
@@ -615,7 +622,7 @@ def build_runtimes(
     ``extractor`` None takes the actor's model, and ``shared`` one policy for both, with the actor's
     optimiser; ``references`` says whether each needs the reference of a KL penalty. ``steady``
     takes memory by the size of the device and not by what is free, so that equal runs compute
-    equal batches.
+    equal batches. ``seed`` draws the first weights of adapters.
     """
     from experiential.llm.models import load_model
 
@@ -624,8 +631,9 @@ def build_runtimes(
         torch.set_num_threads(actor.threads)
     executor = DeviceExecutor(patience=BACKGROUND_PATIENCE)
     paired = actor.lora is not None and second == actor and not shared
-    first = load_model(actor, adapters=("actor", "extractor") if paired else ("actor",))
-    other = first if paired or shared else load_model(second, adapters=("extractor",))
+    names = ("actor", "extractor") if paired else ("actor",)
+    first = load_model(actor, adapters=names, seed=seed)
+    other = first if paired or shared else load_model(second, adapters=("extractor",), seed=seed)
 
     roles = [("actor", actor, first, any(references) if shared else references[0])]
     if not shared:
