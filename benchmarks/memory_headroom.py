@@ -21,7 +21,8 @@ is used as well as it can be, so that a row bounds what an agent with this memor
   problem, without TextWorld. Needs the extra ``alfworld``.
 * ``alfworld-scenes``: the same in ALFWorld's own scenes, whose games place objects anew. A visit
   that drew the very game of an earlier one does not remember it. ``likely`` looks first where such
-  objects are most often in the scenes of train, which weights can learn. Needs ``ALFWORLD_DATA``.
+  objects are most often in the scenes of train, which weights can learn; it joins this with what it
+  saw in one simple way, so that its rows are no bounds. Needs ``ALFWORLD_DATA``.
 """
 
 from __future__ import annotations
