@@ -41,6 +41,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.power_disk import FATES, Disk, Recording, Said, Sync, Write, put, record
 from experiential.bank.folder import FolderBank
+from experiential.bank.index.embed import EntryKey, HashingEmbedder, embed_entries
 from experiential.bank.storage.checkup import examine
 from experiential.bank.storage.journal import JOURNAL_NAME
 from experiential.errors import BankError, ConfigError
@@ -53,8 +54,9 @@ STEPS = 15
 """Actions of a writer."""
 NAMED = 3
 """Faults of one cut that are named."""
-ALIKE, ALIKE_WITH_TASK = 0.99, 0.3
-"""Least similarity of an entry to its own text: 1, and about 1 / sqrt(5) beside a task."""
+EMBEDDER = HashingEmbedder()
+ROUNDING = 1e-3
+"""Of a similarity that an index gives."""
 ERASED = "hunter2"
 PURGE = f"""
 import sys
@@ -116,15 +118,15 @@ def faults(home: Path, promises: Promises, final: Path, whole: FolderBank) -> li
         except BankError:
             if promises.is_open:
                 raise
-        with FolderBank(folder, embedder="hashing") as bank:
+        with FolderBank(folder, embedder=EMBEDDER) as bank:
             found += [*broken_promises(bank, promises), *differences(bank, whole)]
             bank.flush_index()
             added = bank.add("written after the cut")
-            for entry in [*bank][-3:]:
-                hits = bank.search(entry.text, k=len(bank))
-                score = max((hit.score for hit in hits if hit.experience.id == entry.id), default=0)
-                if score < (ALIKE if entry.task is None else ALIKE_WITH_TASK):
-                    found.append(f"lost: a search for the text of {entry.id} does not find it")
+            found += [
+                f"lost: a search for the text of {entry.id} does not find it"
+                for entry in [*bank][-3:]
+                if not is_found(bank, entry)
+            ]
         for check in examine(folder):
             if check.status == "wrong":
                 found.append(f"doctor: {check.what}: {check.found}")
@@ -146,6 +148,20 @@ def faults(home: Path, promises: Promises, final: Path, whole: FolderBank) -> li
     except BaseException as error:  # noqa: BLE001  (a panic of Chroma is no Exception)
         found.append(f"unopenable: {type(error).__name__}: {error}")
     return found
+
+
+def is_found(bank: FolderBank, entry: Experience) -> bool:
+    """Return whether a search for an entry's text finds it, as near as the two vectors are.
+
+    Beside a task they may be at any distance: a random word may share its hashes with the task.
+    """
+    key = EntryKey(entry.text, entry.task)
+    vector = embed_entries(lambda texts: EMBEDDER([*texts]), [key])[key]
+    cosine = float(EMBEDDER([entry.text])[0] @ vector)
+    scores = [
+        hit.score for hit in bank.search(entry.text, k=len(bank)) if hit.experience.id == entry.id
+    ]
+    return scores != [] and abs(scores[0] - cosine) < ROUNDING
 
 
 def broken_promises(bank: FolderBank, promises: Promises) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.power_cuts import run, run_purges
+from benchmarks.power_cuts import is_found, run, run_purges
 from benchmarks.power_disk import (
     FATES,
     Change,
@@ -27,6 +27,7 @@ from benchmarks.power_disk import (
     record,
 )
 from experiential import ExperienceBank
+from experiential.bank.folder import FolderBank
 from experiential.errors import ConfigError
 
 SQLITE = """
@@ -43,6 +44,7 @@ for number in range(40):
 BANK = """
 import os, sys
 from experiential import ExperienceBank
+from experiential.bank.folder import FolderBank
 bank = ExperienceBank(sys.argv[1] + "/new/bank", embedder="hashing", store="exact")
 bank.add("The red door needs the brass key.")
 os.write(1, b"added")
@@ -168,6 +170,17 @@ def test_a_journal_without_its_tables_is_an_empty_bank(tmp_path: Path) -> None:
         assert len(bank) == 0
     with ExperienceBank(tmp_path, embedder="hashing", store="exact") as bank:
         assert bank.add("written after the cut").version == 1
+
+
+def test_an_entry_is_looked_for_where_its_vector_is(tmp_path: Path) -> None:
+    with FolderBank(tmp_path, embedder="hashing") as bank:
+        bank.add("The oven is hot.")
+        far = bank.add("981e + b117 + cb8c", task="t")
+        [score] = [hit.score for hit in bank.search(far.text, k=2) if hit.experience.id == far.id]
+        assert score < 0.1, "the hashes of its words no longer meet those of its task"
+        assert all(is_found(bank, entry) for entry in bank)
+        assert not is_found(bank, far.model_copy(update={"id": "another"}))
+        assert not is_found(bank, far.model_copy(update={"task": None}))
 
 
 @pytest.mark.usefixtures("strace")
