@@ -259,7 +259,8 @@ ENVIRONMENTS["vault-smollm2"] = Setup(
 ENVIRONMENTS["vault-smollm2-drafts"] = replace(
     ENVIRONMENTS["vault-smollm2"],
     training=(
-        *ENVIRONMENTS["vault-smollm2"].training, "actor.groups=12", "actor.group_size=8",
+        *ENVIRONMENTS["vault-smollm2"].training, "actor.groups=12", "actor.group_size=16",
+        "actor.guided=half", "extractor.reward=relative",  # a draft may add nothing, which gains 0
         "bank.retrieval.strategy=diverse", "bank.retrieval.floor=-1.0",
         "bank.options.retrieval.same_task=true", "extractor.drafts=8", "extractor.temperature=0.6",
         "extractor.batch_size=80", "extractor.optim.lr=1e-3", "extractor.kl=0.0",

@@ -35,6 +35,13 @@ def buffer(capacity: int = 16, **kwargs: Any) -> ExtractorBuffer:
     )
 
 
+def restored(original: ExtractorBuffer, **kwargs: Any) -> ExtractorBuffer:
+    """Such a buffer with the state of this one, by way of JSON."""
+    other = buffer(**kwargs)
+    other.load_state_dict(json.loads(json.dumps(original.state_dict())))
+    return other
+
+
 def test_drafts_are_compared_with_those_of_their_episode_by_hand() -> None:
     store = buffer(batch_size=6, by_episode=True)
     for name, reward, about in (
@@ -48,13 +55,40 @@ def test_drafts_are_compared_with_those_of_their_episode_by_hand() -> None:
     assert taken == pytest.approx(expected)
 
 
-def test_a_malformed_draft_is_the_worst_of_its_episode() -> None:
-    store = buffer(batch_size=2, by_episode=True)
-    store.add_use(("a", 1), 1, wrote("a"), None, "one")
+def test_drafts_that_wrote_nothing_wait_until_one_of_their_episode_is_used_by_hand() -> None:
+    options = {"batch_size": 3, "by_episode": True, "malformed_share": 0.5}
+    store = buffer(**options)
     store.add_malformed(wrote("bad"), -1.0, "one")
-    restored = buffer(batch_size=2, by_episode=True)
-    restored.load_state_dict(store.state_dict())
-    assert {s.generation.id: s.advantage for s in restored.take(0, 0)} == {"a": 1.0, "bad": -1.0}
+    store.add_silent(wrote("silent"), 0.0, "one")
+    store.add_silent(wrote("lone"), 0.0, "two")
+    assert len(store) == 0 and store.next_batch(0, 0) == {}
+    store.add_use(("a", 1), 0.4, wrote("a"), None, "one")
+    store = restored(store, **options)
+    # 0.4, -1 and 0, mean -0.2
+    expected = {"a": 0.6, "bad": -0.8, "silent": 0.2}
+    taken = store.take(0, 0)
+    assert {one.generation.id: one.advantage for one in taken} == pytest.approx(expected)
+    assert [one.key for one in taken if one.generation.id != "a"] == [None, None]
+    store.add_use(("a", 1), -0.8, wrote("a"), None, "one")  # used again, all of them wait again
+    # -0.8, -1 and 0, mean -0.6
+    again = {one.generation.id: one.advantage for one in store.take(2, 0)}
+    assert again == pytest.approx({"a": -0.2, "bad": -0.4, "silent": 0.6})
+
+
+def test_a_batch_takes_all_that_waits_about_its_episodes() -> None:
+    store = buffer(batch_size=2, by_episode=True)
+    for name, about in (("a", "one"), ("b", "two"), ("c", "three"), ("d", "one"), ("e", "two")):
+        store.add_use((name, 1), 1, wrote(name), None, about)
+    assert [one.generation.id for one in store.take(0, 0)] == ["a", "b", "d", "e"]
+    assert store.take(0, 0) == [] and len(store) == 1
+
+
+def test_stale_drafts_that_wrote_nothing_do_not_come_again() -> None:
+    store = buffer(batch_size=1, by_episode=True, max_staleness=1)
+    store.add_silent(wrote("old", 0), 0.0, "one")
+    store.take(0, 2)
+    store.add_use(("a", 1), 1, wrote("a", 2), None, "one")
+    assert [one.generation.id for one in store.take(0, 2)] == ["a"]
 
 
 def test_one_sample_per_version_with_the_mean_reward_and_the_advantage_by_hand() -> None:
@@ -169,6 +203,7 @@ ACTIONS = st.lists(
             st.just("use"), st.sampled_from("abcdef"), st.sampled_from([-1, 1]), st.integers(0, 3)
         ),
         st.tuples(st.just("bad"), st.sampled_from("xyz"), st.just(-1), st.integers(0, 3)),
+        st.tuples(st.just("silent"), st.sampled_from("uvw"), st.just(0), st.integers(0, 3)),
         st.tuples(st.just("take"), st.just(""), st.integers(0, 6), st.integers(0, 6)),
     ),
     max_size=40,
@@ -183,6 +218,8 @@ def play(store: ExtractorBuffer, actions: list[tuple[str, str, int, int]]) -> li
             store.add_use((name, 1), number, wrote(name, version), (0, 2))
         elif what == "bad":
             store.add_malformed(wrote(name, version), number)
+        elif what == "silent":
+            store.add_silent(wrote(name, version), number, "")
         else:
             ready = store.next_batch(number, version)
             taken.append(store.take(number, version))
@@ -191,16 +228,16 @@ def play(store: ExtractorBuffer, actions: list[tuple[str, str, int, int]]) -> li
 
 
 @settings(deadline=None, max_examples=80)
-@given(before=ACTIONS, after=ACTIONS)
+@given(before=ACTIONS, after=ACTIONS, by_episode=st.booleans())
 def test_a_buffer_restored_from_json_goes_on_exactly_as_the_original(
-    before: Any, after: Any
+    before: Any, after: Any, by_episode: bool
 ) -> None:
-    original, restored = buffer(capacity=5, cooldown=2), buffer(capacity=5, cooldown=2)
+    original = buffer(capacity=5, cooldown=2, by_episode=by_episode)
     play(original, before)
-    restored.load_state_dict(json.loads(json.dumps(original.state_dict())))
-    assert restored.state_dict() == original.state_dict()
-    assert play(restored, after) == play(original, after)
-    assert restored.counters == original.counters
+    other = restored(original, capacity=5, cooldown=2, by_episode=by_episode)
+    assert other.state_dict() == original.state_dict()
+    assert play(other, after) == play(original, after)
+    assert other.counters == original.counters
 
 
 @settings(deadline=None, max_examples=80)

@@ -123,27 +123,70 @@ async def test_the_order_of_the_samples_is_that_of_the_trajectories(told: Story)
     assert order[0] == "late" and set(order[1:]) == {"merge", "one", "two"}
 
 
+def draft(bank: Any, name: str, text: str, about: xp.Trajectory) -> xp.Experience:
+    """The entry that a draft about an episode writes."""
+    told = distillation(name, xp.Add(text=text))
+    return bank.apply(told, trajectory=about, shown=[])[0]
+
+
 async def test_drafts_are_told_by_the_episode_that_they_are_about(told: Story) -> None:
     bank, played = told.bank, [xp.Trajectory(task="leave") for _ in range(2)]
     drafts = [
-        bank.apply(
-            distillation(f"{kind} {number}", xp.Add(text=f"{kind} lesson {number}")),
-            trajectory=one,
-            shown=[],
-        )[0]
+        draft(bank, f"{kind} {number}", f"{kind} lesson {number}", one)
         for number, one in enumerate(played)
         for kind in ("good", "bad")
     ]
-    track = track_of(bank, drafts=2, batch_size=6, options={"malformed_share": 0.5})
+    track = track_of(bank, drafts=2, batch_size=5, options={"malformed_share": 0.5})
     track.on_distillation(played[0], distillation("malformed"), ())
-    other = xp.Trajectory(task="leave")
-    track.on_distillation(other, distillation("lone"), ())  # nothing to compare it with
+    track.on_distillation(xp.Trajectory(task="leave"), distillation("lone"), ())
     await track.credit([episode(one, success=not number % 2) for number, one in enumerate(drafts)])
     taken = {one.generation.id: one.advantage for one in track.buffer.take(0, 0)}
-    # 1, -1 and -1 about the first, 1 and -1 about the second
+    # 1, -1 and -1 about the first, 1 and -1 about the second; nothing to compare the lone one with
     assert taken == pytest.approx(
-        {"good 0": 4 / 3, "bad 0": -2 / 3, "malformed": -2 / 3, "good 1": 1, "bad 1": -1, "lone": 0}
+        {"good 0": 4 / 3, "bad 0": -2 / 3, "malformed": -2 / 3, "good 1": 1, "bad 1": -1}
     )
+
+
+async def test_drafts_with_one_text_earn_alike(told: Story) -> None:
+    about, other = xp.Trajectory(task="leave"), xp.Trajectory(task="leave")
+    earlier = draft(told.bank, "earlier", "the same lesson", other)
+    bad = draft(told.bank, "bad", "a bad lesson", about)
+    same = [draft(told.bank, name, "the same lesson", about) for name in ("first", "second")]
+    assert {one.id for one in same} == {earlier.id}
+    for drafts, paid in ((2, ["bad", "earlier", "first", "second"]), (1, ["bad", "second"])):
+        track = track_of(told.bank, drafts=drafts)
+        await track.credit([episode(same[-1]), episode(bad, success=False)])
+        found = rewards(track)
+        assert sorted(found) == paid
+        assert {found[name][:2] for name in paid if name != "bad"} == {(1.0, 1)}
+        assert found["bad"][0] == -1.0
+
+
+async def test_a_draft_that_adds_nothing_gains_what_play_without_advice_does(told: Story) -> None:
+    about = xp.Trajectory(task="leave")
+    wrong = draft(told.bank, "wrong", "a wrong lesson", about)
+    right = draft(told.bank, "right", "a right lesson", about)
+    group = [
+        episode(right).model_copy(update={"group": "g"}),
+        episode(wrong, success=False).model_copy(update={"group": "g"}),
+        *(
+            xp.Trajectory(task="leave", group="g", condition=Condition.FREE, success=won)
+            for won in (True, False, False, False)
+        ),
+    ]
+    for reward, expected in (
+        ("relative", {"right": 0.75, "wrong": -0.25, "nothing": 0.0}),
+        ("direct", {"right": 1.0, "wrong": -1.0}),
+    ):
+        track = track_of(told.bank, drafts=3, reward=reward)
+        track.on_distillation(about, distillation("nothing", xp.Return()), ())
+        await track.credit(group)
+        assert {name: found[0] for name, found in rewards(track).items()} == expected
+        assert track.silent == track.event()["silent"] == 1 and track.malformed == 0
+    track = track_of(told.bank)  # eq. 3: no drafts, no comparison
+    track.on_distillation(about, distillation("nothing", xp.Return()), ())
+    await track.credit(group)
+    assert "nothing" not in rewards(track) and track.silent == 0
 
 
 async def test_an_extractor_that_is_not_trained_is_credited_nothing(told: Story) -> None:

@@ -71,7 +71,12 @@ class ExtractorTrack:
     ancestors, a reward of -1 or +1; malformed answers are samples with the lowest reward. When the
     buffer holds a batch, CISPO updates run as a task beside the rollouts.
 
+    Of several drafts about an episode each is a sample: one with the text of another earns what the
+    entry earns, and with ``reward: relative`` one that adds nothing earns 0, the gain of playing
+    without advice.
+
     Attributes:
+        silent: drafts that could be read and added nothing.
         uncredited: uses without a reward, for want of a free member to compare with.
         weight: mean weight of eq. 7 over the last batch.
     """
@@ -88,19 +93,20 @@ class ExtractorTrack:
             malformed_share=options.malformed_share,
             by_episode=settings.drafts > 1,
         )
-        self.updates = self.malformed = self.uncredited = 0
+        self.updates = self.malformed = self.silent = self.uncredited = 0
         self.last = TrainStats()
         self.mean_reward, self.staleness, self.weight = 0.0, 0.0, 1.0
         self._running: asyncio.Task[None] | None = None
-        # (generation, episode), from the manager's thread for credit()
-        self._refused: deque[tuple[Generation, str]] = deque()
+        # from the manager's thread for credit()
+        self._unwritten: deque[_Unwritten] = deque()
 
     def on_distillation(
         self, trajectory: Trajectory, distillation: Distillation, written: Sequence[Experience]
     ) -> None:
-        """Keep a malformed answer as a sample with the lowest reward; the manager calls this."""
-        if distillation.generation is not None and not distillation.parsed.operations:
-            self._refused.append((distillation.generation, trajectory.id))
+        """Keep an answer that wrote nothing, as a sample of its own; the manager calls this."""
+        made, is_malformed = distillation.generation, not distillation.parsed.operations
+        if made is not None and not written and (is_malformed or self._settings.drafts > 1):
+            self._unwritten.append(_Unwritten(made, trajectory.id, is_malformed))
 
     async def credit(
         self, trajectories: Sequence[Trajectory], bonuses: Mapping[str, float] | None = None
@@ -111,12 +117,16 @@ class ExtractorTrack:
         gain over the group's free members. A verdict of the actor adds its score (eq. 8), and
         ``bonuses`` adds the bonus of a use, by its id.
         """
-        while self._refused:
-            generation, episode = self._refused.popleft()
-            self.malformed += 1
-            if self._settings.train:
-                reward = self._settings.options.malformed_reward
-                self.buffer.add_malformed(generation, reward, episode)
+        while self._unwritten:
+            made, episode, is_malformed = self._unwritten.popleft()
+            self.malformed += is_malformed
+            self.silent += not is_malformed
+            if not self._settings.train:
+                continue
+            if is_malformed:
+                self.buffer.add_malformed(made, self._settings.options.malformed_reward, episode)
+            elif self._settings.reward == "relative":
+                self.buffer.add_silent(made, 0.0, episode)
         if not self._settings.train:
             return 0
         played = [t for t in trajectories if t.error is None]
@@ -171,6 +181,7 @@ class ExtractorTrack:
             "extractor_weight": self.weight,
             "staleness": self.staleness,
             "malformed": self.malformed,
+            "silent": self.silent,
             "uncredited": self.uncredited,
             "buffer": len(self.buffer),
         } | {f"extractor_{name}": value for name, value in self.last.metrics.items()}
@@ -178,21 +189,30 @@ class ExtractorTrack:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON."""
         buffer = self.buffer.state_dict()
-        return {"buffer": buffer, "updates": self.updates, "malformed": self.malformed}
+        counts = {"updates": self.updates, "malformed": self.malformed, "silent": self.silent}
+        return {"buffer": buffer, **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a ``state_dict``."""
         self.buffer.load_state_dict(state["buffer"])
         self.updates, self.malformed = state["updates"], state["malformed"]
+        self.silent = state.get("silent", 0)
 
     def _written_by(self, use: Use) -> Iterator[_Writing]:
-        """Yield the generations of the version, of its merged ancestors and of the refinement."""
-        for key in self._bank.lineage(use.experience_id, use.experience_version):
-            entry = self._bank.version(*key)
-            name = entry.provenance.generation if entry is not None else None
-            if entry is not None and name is not None and (found := self._bank.generation(name)):
+        """Yield the generations of the version, of its merged ancestors and of the refinement.
+
+        Among drafts, an earlier version with the same text is another answer that said so.
+        """
+        for id, version in self._bank.lineage(use.experience_id, use.experience_version):
+            last = self._bank.version(id, version)
+            entry = last
+            while last is not None and entry is not None and entry.text == last.text:
                 origin = entry.provenance
-                yield _Writing(key, found, origin.span, origin.trajectory or found.id)
+                if (name := origin.generation) and (found := self._bank.generation(name)):
+                    about = origin.trajectory or found.id
+                    yield _Writing((id, entry.version), found, origin.span, about)
+                drafted = self._settings.drafts > 1 and entry.version > 1
+                entry = self._bank.version(id, entry.version - 1) if drafted else None
         if use.refinement is not None and (found := self._bank.generation(use.refinement)):
             yield _Writing((use.refinement, 0), found, None, found.id)
 
@@ -248,7 +268,13 @@ Key = tuple[str, int]
 """An experience at one version: (experience id, version)."""
 Span = tuple[int, int]
 """Characters of a response, from the first to behind the last."""
-_MALFORMED = "malformed:"  # begins the keys of responses that wrote no entry
+_MALFORMED, _SILENT = "malformed:", "silent:"  # begin the keys of responses that wrote no entry
+
+
+class _Unwritten(NamedTuple):
+    generation: Generation
+    episode: str
+    is_malformed: bool
 
 
 class _Writing(NamedTuple):
@@ -262,7 +288,7 @@ class BufferSample(Record):
     """Represent one sample of an extractor batch.
 
     Attributes:
-        key: (experience id, version); None for a malformed response.
+        key: (experience id, version); None for a response that wrote no entry.
         generation: the response that wrote the entry.
         span: characters of the response that wrote this entry; None for the whole response.
         reward: mean reward over ``uses`` uses.
@@ -305,6 +331,7 @@ class BufferCounters(Record, frozen=False):
 
 class _State(Record):
     waiting: tuple[tuple[Key, _Waiting], ...]
+    beside: tuple[tuple[Key, _Waiting], ...] = ()
     history: tuple[tuple[Key, Trained], ...]
     counters: BufferCounters
 
@@ -324,7 +351,9 @@ class ExtractorBuffer:
         decay: alpha of eq. 7.
         malformed_share: share of a batch that malformed responses may fill.
         by_episode: compare a reward with those of its batch about the same episode, so that it does
-            not count what the episode showed; a lone one has the advantage 0.
+            not count what the episode showed. All that waits about an episode goes into one batch,
+            which may thus be larger. A response that wrote no entry waits beside until one of its
+            episode is used.
 
     Attributes:
         history: training of each version so far.
@@ -363,6 +392,7 @@ class ExtractorBuffer:
         self.cooldown, self.decay, self._by_episode = cooldown, decay, by_episode
         self.counters = BufferCounters()
         self._waiting: dict[Key, _Waiting] = {}
+        self._beside: dict[str, dict[Key, _Waiting]] = {}  # by episode
         self.history: dict[Key, Trained] = {}
 
     def __len__(self) -> int:
@@ -383,19 +413,40 @@ class ExtractorBuffer:
         """
         found = self._waiting.get(key)
         if found is None:
-            self._waiting[key] = _Waiting(
-                generation=generation, span=span, total=float(reward), episode=episode
+            self._wait(
+                key,
+                _Waiting(generation=generation, span=span, total=float(reward), episode=episode),
             )
-            if len(self._waiting) > self.capacity:
-                del self._waiting[next(iter(self._waiting))]
-                self.counters.evicted += 1
         else:
             update = {"total": found.total + reward, "uses": found.uses + 1}
             self._waiting[key] = found.model_copy(update=update)
+        for other, one in self._beside.get(episode, {}).items():
+            if other not in self._waiting:
+                self._wait(other, one)
 
     def add_malformed(self, generation: Generation, reward: float, episode: str = "") -> None:
         """Add a response of which no operation could be read; it is trained on as a whole."""
-        self.add_use((f"{_MALFORMED}{generation.id}", 0), reward, generation, None, episode)
+        key = f"{_MALFORMED}{generation.id}", 0
+        if self._by_episode:
+            self._put_beside(key, generation, reward, episode)
+        else:
+            self.add_use(key, reward, generation, None, episode)
+
+    def add_silent(self, generation: Generation, reward: float, episode: str) -> None:
+        """Add a draft that wrote nothing, to be compared with the others about its episode."""
+        self._put_beside((f"{_SILENT}{generation.id}", 0), generation, reward, episode)
+
+    def _wait(self, key: Key, one: _Waiting) -> None:
+        self._waiting[key] = one
+        if len(self._waiting) > self.capacity:
+            del self._waiting[next(iter(self._waiting))]
+            self.counters.evicted += 1
+
+    def _put_beside(self, key: Key, generation: Generation, reward: float, episode: str) -> None:
+        one = _Waiting(generation=generation, total=float(reward), episode=episode)
+        self._beside.setdefault(episode, {})[key] = one
+        if len(self._beside) > self.capacity:
+            del self._beside[next(iter(self._beside))]
 
     def next_batch(self, step: int, version: int) -> dict[Key, float]:
         """Return what ``take`` would take, with its weights; nothing without a full batch."""
@@ -410,11 +461,22 @@ class ExtractorBuffer:
         malformed = [key for key in eligible if key[0].startswith(_MALFORMED)]
         for key in malformed[: max(0, len(malformed) - self._most_malformed)]:
             del eligible[key]  # the newest stay
-        full = len(eligible) >= self.batch_size
-        return dict(islice(eligible.items(), self.batch_size)) if full else {}
+        if len(eligible) < self.batch_size:
+            return {}
+        batch = dict(islice(eligible.items(), self.batch_size))
+        if self._by_episode:
+            about = {self._waiting[key].episode for key in batch}
+            batch |= {
+                key: weight
+                for key, weight in eligible.items()
+                if self._waiting[key].episode in about
+            }
+        return batch
 
     def take(self, step: int, version: int) -> list[BufferSample]:
         """Remove and return the oldest ``batch_size`` trainable samples; none if there are fewer.
+
+        With ``by_episode`` the others about their episodes come, too.
 
         Of malformed responses the newest are taken, as many as the batch may hold. Samples older
         than ``max_staleness`` are dropped first: ``version`` counts the extractor's updates so far.
@@ -424,6 +486,11 @@ class ExtractorBuffer:
         fresh = {key: one for key, one in samples if one.generation.policy_version >= oldest}
         self.counters.stale += len(self._waiting) - len(fresh)
         self._waiting = fresh
+        self._beside = {
+            episode: kept
+            for episode, ones in self._beside.items()
+            if (kept := {k: o for k, o in ones.items() if o.generation.policy_version >= oldest})
+        }
         weights = self.next_batch(step, version)
         waiting = {key: self._waiting.pop(key) for key in weights}
         self.counters.trained += len(waiting)
@@ -438,13 +505,13 @@ class ExtractorBuffer:
         for (key, sample), reward, advantage in zip(
             waiting.items(), rewards, advantages, strict=True
         ):
-            malformed = key[0].startswith(_MALFORMED)
-            if not malformed:
+            is_entry = not key[0].startswith((_MALFORMED, _SILENT))
+            if is_entry or self._by_episode:  # it may come again
                 past = self.history.get(key)
                 self.history[key] = Trained(count=past.count + 1 if past else 1, last=step)
             batch.append(
                 BufferSample(
-                    key=None if malformed else key,
+                    key=key if is_entry else None,
                     generation=sample.generation,
                     span=sample.span,
                     reward=reward,
@@ -459,6 +526,7 @@ class ExtractorBuffer:
         """Return the state for ``load_state_dict`` as plain JSON values."""
         state = _State(
             waiting=tuple(self._waiting.items()),
+            beside=tuple(item for ones in self._beside.values() for item in ones.items()),
             history=tuple(self.history.items()),
             counters=self.counters,
         )
@@ -476,4 +544,7 @@ class ExtractorBuffer:
         self.history = dict(read.history)
         surplus = max(0, len(read.waiting) - self.capacity)
         self._waiting = dict(read.waiting[surplus:])
+        self._beside = {}
+        for key, one in read.beside:
+            self._beside.setdefault(one.episode, {})[key] = one
         self.counters.evicted += surplus
