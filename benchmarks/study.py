@@ -89,6 +89,8 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "complementary-per-group-2": ("complementary", ("extractor.per_group=2",)),
     "complementary-search-and-ask": ("complementary", ("actor.search_and_ask=1",)),
     "static-online-all-guided": ("static-online", _ALL_GUIDED),
+    "static-online-cold": ("static-online", ("extractor.temperature=0.1",)),
+    "static-online-cool": ("static-online", ("extractor.temperature=0.3",)),
     "static-online-home-rule": ("static-online", ("extractor.agent=benchmarks.earned_rules:home",)),
     "static-online-lake-rule": ("static-online", ("extractor.agent=benchmarks.earned_rules:lake",)),
     "static-online-vault-rule": (
@@ -183,7 +185,10 @@ ENVIRONMENTS["vault-law-note"] = replace(
     training=(
         *ENVIRONMENTS["vault-law"].training, "actor.options.system=Do what the note says."
     ),
-    recipes=("static-online", "complementary", "template", "history", *ABLATIONS),
+    recipes=(
+        "static-online", "static-online-cool", "static-online-cold",
+        "complementary", "template", "history", *ABLATIONS,
+    ),
     beside=("vault-law",),
 )  # fmt: skip
 # Where memory must be earned, with a model that was taught these games by halves. Every recipe
