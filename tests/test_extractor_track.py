@@ -5,6 +5,7 @@ beside a running event loop.
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -187,6 +188,20 @@ async def test_a_draft_that_adds_nothing_gains_what_play_without_advice_does(tol
     track.on_distillation(about, distillation("nothing", xp.Return()), ())
     await track.credit(group)
     assert "nothing" not in rewards(track) and track.silent == 0
+
+
+async def test_a_checkpoint_holds_the_answers_that_wrote_nothing_so_far(told: Story) -> None:
+    about = xp.Trajectory(task="leave")
+    entry = draft(told.bank, "written", "a lesson", about)
+    options: dict[str, Any] = {"drafts": 3, "reward": "relative"}
+    track, resumed = track_of(told.bank, **options), track_of(told.bank, **options)
+    track.on_distillation(about, distillation("malformed"), ())
+    track.on_distillation(about, distillation("nothing", xp.Return()), ())
+    resumed.load_state_dict(json.loads(json.dumps(track.state_dict())))
+    free = xp.Trajectory(task="leave", group="g", condition=Condition.FREE, success=False)
+    await resumed.credit([episode(entry).model_copy(update={"group": "g"}), free])
+    assert set(rewards(resumed)) == {"written", "malformed", "nothing"}
+    assert (resumed.malformed, resumed.silent) == (1, 1)
 
 
 async def test_an_extractor_that_is_not_trained_is_credited_nothing(told: Story) -> None:

@@ -117,16 +117,7 @@ class ExtractorTrack:
         gain over the group's free members. A verdict of the actor adds its score (eq. 8), and
         ``bonuses`` adds the bonus of a use, by its id.
         """
-        while self._unwritten:
-            made, episode, is_malformed = self._unwritten.popleft()
-            self.malformed += is_malformed
-            self.silent += not is_malformed
-            if not self._settings.train:
-                continue
-            if is_malformed:
-                self.buffer.add_malformed(made, self._settings.options.malformed_reward, episode)
-            elif self._settings.reward == "relative":
-                self.buffer.add_silent(made, 0.0, episode)
+        self._take_unwritten()
         if not self._settings.train:
             return 0
         played = [t for t in trajectories if t.error is None]
@@ -188,6 +179,7 @@ class ExtractorTrack:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON."""
+        self._take_unwritten()
         buffer = self.buffer.state_dict()
         counts = {"updates": self.updates, "malformed": self.malformed, "silent": self.silent}
         return {"buffer": buffer, **counts}
@@ -197,6 +189,19 @@ class ExtractorTrack:
         self.buffer.load_state_dict(state["buffer"])
         self.updates, self.malformed = state["updates"], state["malformed"]
         self.silent = state.get("silent", 0)
+
+    def _take_unwritten(self) -> None:
+        """Move the answers that wrote nothing into the buffer."""
+        while self._unwritten:
+            made, episode, is_malformed = self._unwritten.popleft()
+            self.malformed += is_malformed
+            self.silent += not is_malformed
+            if not self._settings.train:
+                continue
+            if is_malformed:
+                self.buffer.add_malformed(made, self._settings.options.malformed_reward, episode)
+            elif self._settings.reward == "relative":
+                self.buffer.add_silent(made, 0.0, episode)
 
     def _written_by(self, use: Use) -> Iterator[_Writing]:
         """Yield the generations of the version, of its merged ancestors and of the refinement.
