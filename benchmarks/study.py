@@ -82,6 +82,10 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "complementary-diverse": ("complementary", ("bank.retrieval.strategy=diverse",)),
     "complementary-merge": ("complementary", ("bank.merge_every=5",)),
     "complementary-no-kl": ("complementary", ("extractor.kl=0.0",)),
+    "complementary-no-kl-cool": (
+        "complementary",
+        ("extractor.kl=0.0", "extractor.temperature=0.3"),
+    ),
     "complementary-no-weight": (
         "complementary",
         ("extractor.options.cooldown=0", "extractor.options.decay=0.0"),
