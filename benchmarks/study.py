@@ -353,7 +353,10 @@ WITHOUT_EXTRACTOR = (
     "static-online-home-rule", "static-online-lake-rule", "static-online-vault-rule",
 )  # fmt: skip
 """Recipes whose entries a function writes: the baselines of an environment without others."""
-WRITERS = ("static-online", "static-online-all-guided", *WITHOUT_EXTRACTOR)
+WRITERS = (
+    "static-online", "static-online-all-guided", "static-online-cool", "static-online-cold",
+    *WITHOUT_EXTRACTOR,
+)  # fmt: skip
 """Recipes that differ from ``complementary`` in who writes the entries."""
 DEMONSTRATIONS = {"evolver": 300}
 """Recipes with a cold start, and how many demonstrations each is given."""
