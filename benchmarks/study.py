@@ -113,6 +113,8 @@ ABLATIONS = (
 """Compared with ``complementary`` where it needs the bank of its training."""
 COMPLEMENTARY = ("complementary", "complementary-all-guided")
 """What others are compared with: the first of these that was played."""
+TRAINED = (COMPLEMENTARY, ("complementary-no-kl",), ("complementary-no-kl-cool",))
+"""What recipes with another writer are compared with: of each, the first that was played."""
 
 
 @dataclass(frozen=True)
@@ -1075,33 +1077,35 @@ def ablations(cells: Sequence[StudyCell]) -> str:
     head = ["environment", "recipe", "arm", "success", "minus `complementary`, points", "seeds"]
     body = [
         [place, f"`{name}`", arm, show_percent(rate(mine)), *difference(mine, base)]
-        for place, name, arm, mine, base in beside_complementary(cells, ABLATIONS)
+        for place, name, arm, mine, _, base in beside_trained(cells, ABLATIONS, COMPLEMENTARY)
     ]
     return f"## Ablations\n\n{_table(head, body)}\n" if body else ""
 
 
 def writers(cells: Sequence[StudyCell]) -> str:
-    """Lay out what ``complementary`` has over recipes whose entries somebody else writes."""
+    """Lay out what trained extractors have over recipes whose entries somebody else writes."""
     head = ["environment", "recipe", "arm", "by visit, percent", "later visits"]
-    head += ["`complementary` minus it, points", "seeds"]
+    head += ["trained", "trained minus it, points", "seeds"]
     body = [
-        [place, f"`{name}`", arm, visits(mine), show_percent(rate(mine)), *difference(base, mine)]
-        for place, name, arm, mine, base in beside_complementary(cells, WRITERS)
+        [place, f"`{name}`", arm, visits(mine), show_percent(rate(mine)), f"`{main}`"]
+        + difference(base, mine)
+        for trained in TRAINED
+        for place, name, arm, mine, main, base in beside_trained(cells, WRITERS, trained)
     ]
     return f"## Who writes the entries\n\n{_table(head, body)}\n" if body else ""
 
 
-def beside_complementary(
-    cells: Sequence[StudyCell], recipes: Sequence[str]
-) -> Iterator[tuple[str, str, Arm, list[Cell], list[Cell]]]:
-    """Yield environment, recipe, arm, and the cells of it and of ``complementary`` in that arm.
+def beside_trained(
+    cells: Sequence[StudyCell], recipes: Sequence[str], trained: Sequence[str]
+) -> Iterator[tuple[str, str, Arm, list[Cell], str, list[Cell]]]:
+    """Yield environment, recipe, arm, its cells, the first of ``trained`` there, and its cells.
 
-    Where ``complementary`` was not played, it is compared with ``complementary-all-guided``.
+    Cells are those of that arm.
     """
     played = dict.fromkeys((cell.environment, cell.recipe) for cell in cells)
     for place, name in played:
-        main = next((one for one in COMPLEMENTARY if (place, one) in played), None)
-        if name not in recipes or main in (None, name):
+        main = next((one for one in trained if (place, one) in played), None)
+        if name not in recipes or main is None or main == name:
             continue
         made, base = (
             [one for cell in cells if (cell.environment, cell.recipe) == (place, recipe)
@@ -1109,7 +1113,8 @@ def beside_complementary(
             for recipe in (name, main)
         )  # fmt: skip
         arm = compared_arm(place, made)
-        yield place, name, arm, *([one for one in some if one.arm == arm] for some in (made, base))
+        mine, theirs = ([one for one in some if one.arm == arm] for some in (made, base))
+        yield place, name, arm, mine, main, theirs
 
 
 def rate(cells: Sequence[Cell]) -> Interval:

@@ -44,7 +44,6 @@ for number in range(40):
 BANK = """
 import os, sys
 from experiential import ExperienceBank
-from experiential.bank.folder import FolderBank
 bank = ExperienceBank(sys.argv[1] + "/new/bank", embedder="hashing", store="exact")
 bank.add("The red door needs the brass key.")
 os.write(1, b"added")

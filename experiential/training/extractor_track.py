@@ -97,7 +97,7 @@ class ExtractorTrack:
         self.last = TrainStats()
         self.mean_reward, self.staleness, self.weight = 0.0, 0.0, 1.0
         self._running: asyncio.Task[None] | None = None
-        # from the manager's thread for credit()
+        # Filled by the manager's thread, emptied on the event loop.
         self._unwritten: deque[_Unwritten] = deque()
 
     def on_distillation(
@@ -204,22 +204,23 @@ class ExtractorTrack:
                 self.buffer.add_silent(made, 0.0, episode)
 
     def _written_by(self, use: Use) -> Iterator[_Writing]:
-        """Yield the generations of the version, of its merged ancestors and of the refinement.
-
-        Among drafts, an earlier version with the same text is another answer that said so.
-        """
-        for id, version in self._bank.lineage(use.experience_id, use.experience_version):
-            last = self._bank.version(id, version)
-            entry = last
-            while last is not None and entry is not None and entry.text == last.text:
-                origin = entry.provenance
-                if (name := origin.generation) and (found := self._bank.generation(name)):
+        """Yield the generations of the version, of its merged ancestors and of the refinement."""
+        for key in self._bank.lineage(use.experience_id, use.experience_version):
+            for entry in self._with_its_text(*key):
+                name, origin = entry.provenance.generation, entry.provenance
+                if name is not None and (found := self._bank.generation(name)):
                     about = origin.trajectory or found.id
-                    yield _Writing((id, entry.version), found, origin.span, about)
-                drafted = self._settings.drafts > 1 and entry.version > 1
-                entry = self._bank.version(id, entry.version - 1) if drafted else None
+                    yield _Writing((entry.id, entry.version), found, origin.span, about)
         if use.refinement is not None and (found := self._bank.generation(use.refinement)):
             yield _Writing((use.refinement, 0), found, None, found.id)
+
+    def _with_its_text(self, id: str, version: int) -> Iterator[Experience]:
+        """Yield a version and, among drafts, those before it with the same text: equal answers."""
+        first = entry = self._bank.version(id, version)
+        while first is not None and entry is not None and entry.text == first.text:
+            yield entry
+            drafted = self._settings.drafts > 1 and entry.version > 1
+            entry = self._bank.version(id, entry.version - 1) if drafted else None
 
     async def _update(self, step: int) -> None:
         for _ in range(self._settings.updates_per_step):
