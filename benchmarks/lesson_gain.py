@@ -124,6 +124,9 @@ def summary(
         "success": {
             name: clustered_mean(table, bounds=RATE).model_dump() for name, table in rates.items()
         },
+        "success of each run": {
+            name: table.mean(1).round(4).tolist() for name, table in rates.items()
+        },
     }
     told["trained minus untrained"] = {
         f"{temperature:g}": clustered_mean(

@@ -380,6 +380,7 @@ def test_the_gain_of_lessons_is_over_the_same_and_over_the_best_temperature() ->
         [{name: np.array(row) for name, row in rates.items()}] * 2, [0.3, 0.6]
     )
     assert found["runs"] == 2 and found["success"]["untrained 0.3"]["mean"] == 0.75
+    assert found["success of each run"]["trained 0.6"] == [1.0, 1.0]
     gains = found["trained minus untrained"]
     assert {name: gain["mean"] for name, gain in gains.items()} == {"0.3": 0.0, "0.6": 0.75}
     over = found["each minus the best untrained"]
