@@ -79,6 +79,7 @@ RECIPES = (
 
 _ALL_GUIDED = ("actor.guided=all", "actor.advantage=pooled")
 VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "complementary-cool": ("complementary", ("extractor.temperature=0.3",)),
     "complementary-diverse": ("complementary", ("bank.retrieval.strategy=diverse",)),
     "complementary-merge": ("complementary", ("bank.merge_every=5",)),
     "complementary-no-kl": ("complementary", ("extractor.kl=0.0",)),
@@ -113,7 +114,12 @@ ABLATIONS = (
 """Compared with ``complementary`` where it needs the bank of its training."""
 COMPLEMENTARY = ("complementary", "complementary-all-guided")
 """What others are compared with: the first of these that was played."""
-TRAINED = (COMPLEMENTARY, ("complementary-no-kl",), ("complementary-no-kl-cool",))
+TRAINED = (
+    COMPLEMENTARY,
+    ("complementary-cool",),
+    ("complementary-no-kl",),
+    ("complementary-no-kl-cool",),
+)
 """What recipes with another writer are compared with: of each, the first that was played."""
 
 
