@@ -191,3 +191,9 @@ def test_rows_that_become_idle_leave_no_more_memory_taken_than_the_limit():
     assert len(cache) == 4
     assert cache.match(array([*prompts[-1], 1]))[0] == 50  # the newest are kept
     assert cache.match(array([*prompts[0], 1]))[0] < 50
+
+
+def test_rows_in_use_beyond_the_limit_lie_side_by_side():
+    cache = small(0)  # keeps no idle row, so that every row in use is beyond the limit
+    rows = [cache.open(array([i] * 50), 14) for i in range(1, 33)]
+    assert len({row.slab.order for row in rows}) == 1, "each slab is attended to by itself"

@@ -241,7 +241,10 @@ class PrefixCache:
                     return Row(slab, heapq.heappop(slab.free))
             left = self._limit() - self.tokens
             if left >= capacity or not self._idle:
-                rows = max(1, min(left, _SLAB) // capacity)
+                # Beyond the limit, rows in use alone take room, and more of them will: each in a
+                # slab of its own would be attended to alone.
+                room = min(left, _SLAB) if left >= capacity else _SLAB
+                rows = max(1, room // capacity)
                 slab = Slab(self._made, rows, capacity, self._layers, free=[*range(rows)])
                 self._made += 1
                 self.tokens += rows * capacity
