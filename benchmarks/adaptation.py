@@ -30,7 +30,6 @@ def train(folder: Path, seed: int, worlds: int) -> None:
         sys.executable, "-m", "experiential.cli.train", "--recipe", "complementary", "--plain",
         "--overwrite", "--seed", str(seed), "--output", str(folder), f"run.steps={STEPS}",
         "run.minutes=null", "eval.before=false", "eval.after=false",
-        "extractor.temperature=1.0",  # as when the committed curves were made
         f"env.train={{split: train, worlds: {worlds}}}", "run.checkpoint_every=0",
         f"env.changes=[{{step: {CHANGE_STEP}, worlds: {CHANGED}, changed: {CHANGED}, era: 1}}]",
     ]  # fmt: skip

@@ -155,12 +155,9 @@ class Setup:
     reader: str | None = None
 
 
-_AT_ONE = "extractor.temperature=1.0"
-"""As most cells of the tiny model were played; its profile came to distil cooler by them."""
-
 ENVIRONMENTS = {
     "vault": Setup(
-        training=("run.steps=48", _AT_ONE),
+        training=("run.steps=48",),
         curve=("eval.every=16", "eval.worlds=20", "eval.visits=3"),
         final=("eval.worlds=40", "eval.visits=4"),
     ),
@@ -169,7 +166,7 @@ ENVIRONMENTS = {
             "run.steps=48", "env.kwargs.law=first", "env.train={split: train, worlds: 318}",
             "env.eval={split: eval, worlds: 120}", "env.visits=1", "bank.embedder=hashing",
             "bank.retrieval.floor=0.0", "bank.retrieval.tie=0.001",
-            "bank.retrieval.strategy=evidence", "bank.options.retrieval.same_task=false", _AT_ONE,
+            "bank.retrieval.strategy=evidence", "bank.options.retrieval.same_task=false",
         ),
         curve=("eval.every=12", "eval.worlds=60", "eval.visits=1", "eval.arms=[off, frozen]"),
         final=("eval.worlds=120", "eval.visits=2"),
@@ -186,7 +183,6 @@ ENVIRONMENTS = {
             "actor.options={history: 0, keep_first: false}", "actor.groups=4", "run.steps=48",
             "bank.retrieval.floor=0.0",
             "env.visits=1",  # other layouts in every step, or the actor learns four by heart
-            _AT_ONE,
         ),
         curve=("eval.every=16", "eval.worlds=40", "eval.visits=2"),
         final=("eval.worlds=40", "eval.visits=4"),
@@ -212,7 +208,7 @@ ENVIRONMENTS["vault-law-note"] = replace(
 _EARNED = (
     "run.steps=48", "bank.embedder=hashing",
     "bank.retrieval.strategy=recent", "bank.retrieval.floor=-1.0",
-    "bank.options.retrieval.same_task=true", "extractor.max_tokens=80", _AT_ONE,
+    "bank.options.retrieval.same_task=true", "extractor.max_tokens=80",
 )  # fmt: skip
 EARNED_RECIPES = ("grpo", "static-online", "complementary", "template", "history")
 ENVIRONMENTS["vault-blind"] = Setup(
@@ -302,7 +298,6 @@ ENVIRONMENTS["vault-law-smollm2"] = Setup(
         *ENVIRONMENTS["vault-smollm2"].training, *ENVIRONMENTS["vault-law"].training,
         # With one visit each, nothing about the very vault was there to learn reading from.
         "env.visits=2", "extractor.per_group=2", "run.steps=32",
-        "extractor.temperature=0.1",  # as in vault-smollm2
     ),
     curve=(
         "eval.every=16", "eval.worlds=30", "eval.visits=1", "eval.arms=[off, frozen]",
