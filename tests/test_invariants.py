@@ -32,6 +32,7 @@ from experiential.training.losses import (
     batch_loss,
     cispo_loss,
     kl_k3,
+    kl_penalty,
     ppo_clip_loss,
     reverse_kl_loss,
     sft_loss,
@@ -77,6 +78,7 @@ LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     # other policy's moves along
     "cispo": lambda x: cispo_loss(x, x.detach() - GAPS, ADVANTAGES, eps_low=0.2, eps_high=0.2)[0],
     "k3": lambda x: kl_k3(x, torch.zeros(6, dtype=torch.float64)),
+    "penalty": lambda x: kl_penalty(x, torch.linspace(-3.0, 5.0, 6, dtype=torch.float64)),
     "sft": lambda x: sft_loss(x, SEGMENT, WEIGHTS),
     "reverse_kl": lambda x: reverse_kl_loss(x, x.detach() - GAPS, segment=SEGMENT, weights=WEIGHTS)[
         0

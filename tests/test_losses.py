@@ -18,6 +18,7 @@ from experiential.training.losses import (
     cispo_loss,
     importance_weights,
     kl_k3,
+    kl_penalty,
     ppo_clip_loss,
     reverse_kl_loss,
     sft_loss,
@@ -370,6 +371,20 @@ def test_k3_as_a_loss_follows_the_divergence_from_the_reference() -> None:
     assert value == pytest.approx(there.item(), abs=1e-12)
     assert found.tolist() == pytest.approx(gradients[1].tolist(), abs=1e-12)
     assert (found - gradients[0]).abs().max() > 0.05
+
+
+def test_a_penalty_is_k3_and_beyond_it_pulls_no_harder() -> None:
+    gaps = double(-3.0, 0.0, 1.0, 2.6, 3.6, 9.0)  # log ref - log pi
+    logp, nothing = (-gaps).requires_grad_(), torch.zeros_like(gaps)
+    found = kl_penalty(logp, nothing)
+    assert found[:4].tolist() == pytest.approx(kl_k3(logp, nothing)[:4].tolist())
+    slope = math.expm1(2.6)  # 12.46
+    at = slope - 2.6  # 9.86
+    assert found[4:].tolist() == pytest.approx([at + slope, at + 6.4 * slope])
+    (gradient,) = torch.autograd.grad(found.sum(), logp)
+    assert gradient.tolist() == pytest.approx(
+        [-math.expm1(-3.0), 0.0, -math.expm1(1.0), -slope, -slope, -slope]
+    )
 
 
 @pytest.mark.parametrize(

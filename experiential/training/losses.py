@@ -28,6 +28,8 @@ Measure = Callable[[Tensor, Sequence[Sample], Tensor | None], Tensor]
 """Takes logits, samples and what was blocked, and gives one number per trained token."""
 LOGITS = 2**24
 """Logits that are held at a time: 64 MB, and a few times that for their softmax and gradients."""
+LINEAR_FROM = 2.6
+"""Log-ratio to the reference from which a penalty grows in proportion: k3 is about 10 there."""
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to plus or minus this, so that ``exp`` and its gradient stay finite."""
 
@@ -352,7 +354,7 @@ def batch_loss(
             stats = stats | {"importance": float(importance.mean())}
         # Imitated tokens are not the policy's own draws: only the batch's loss has the penalty.
         if reference is not None and kind == loss.kind and count:
-            penalty = kl_k3(terms.logp, reference[mine]).mean()
+            penalty = kl_penalty(terms.logp, reference[mine]).mean()
             part = part + loss.kl * penalty * terms.share
             stats = stats | {"kl_reference": float(penalty.detach())}
         value = value + part
@@ -578,6 +580,23 @@ def kl_k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
     _same_shape(logp, ref_logp)
     gap = (ref_logp - logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.expm1(gap) - gap
+
+
+def kl_penalty(logp: Tensor, ref_logp: Tensor) -> Tensor:
+    """Return the penalty of each token: k3, and its tangent beyond d = log ref - log pi = 2.6.
+
+    The gradient of k3 grows with exp(d). Sampling at a low temperature multiplies d, so that one
+    token of a batch, likely under the reference and not under pi, outweighed all others. Beyond 2.6
+    it now pulls as hard as there; OpenRLHF caps the value there, and such a token does not pull at
+    all. Arguments as for ``kl_k3``.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    _same_shape(logp, ref_logp)
+    gap = ref_logp - logp
+    near = gap.clamp(max=LINEAR_FROM)
+    return torch.expm1(near) - near + math.expm1(LINEAR_FROM) * (gap - near)
 
 
 def sft_loss(logp: Tensor, segment: Tensor, weights: Tensor) -> Tensor:

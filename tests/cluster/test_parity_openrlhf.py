@@ -15,7 +15,7 @@ from torch import Tensor
 from experiential.config import Ratio
 from experiential.training.losses import (
     importance_weights,
-    kl_k3,
+    kl_penalty,
     ppo_clip_loss,
     reverse_kl_loss,
     sft_loss,
@@ -231,7 +231,7 @@ def test_with_responses_of_one_length_both_normalise_alike() -> None:
     )
 
 
-def test_k3_is_theirs_up_to_their_cap_of_ten() -> None:
+def test_the_penalty_is_theirs_up_to_their_cap_of_ten() -> None:
     from openrlhf.models.utils import compute_approx_kl
 
     gaps = torch.linspace(
@@ -242,13 +242,13 @@ def test_k3_is_theirs_up_to_their_cap_of_ten() -> None:
         (torch.tensor([-2.7, -6.0, -9.0], dtype=torch.float32), True),
     ):
         logp, base = values.clone().requires_grad_(), torch.zeros_like(values)
-        ours, theirs = kl_k3(logp, base), compute_approx_kl(logp, base, kl_estimator="k3")
+        ours, theirs = kl_penalty(logp, base), compute_approx_kl(logp, base, kl_estimator="k3")
         gradients = [torch.autograd.grad(x.sum(), logp)[0] for x in (ours, theirs)]
         if capped:
             assert (theirs == 10).all() and (gradients[1] == 0).all(), (
                 "theirs stops pulling back where the policy is furthest"
             )
-            assert (ours > 10).all() and (gradients[0] < -10).all()
+            assert (ours > 10).all() and (gradients[0] < -12).all()
         else:  # theirs is exp(x) - 1 - x, which cancels near 0: roundings of numbers up to 10
             torch.testing.assert_close(ours, theirs, rtol=FLOAT32, atol=2e-6)
             torch.testing.assert_close(gradients[0], gradients[1], rtol=FLOAT32, atol=2e-6)
