@@ -381,6 +381,8 @@ def test_a_penalty_is_k3_and_beyond_it_pulls_no_harder() -> None:
     slope = math.expm1(2.6)  # 12.46
     at = slope - 2.6  # 9.86
     assert found[4:].tolist() == pytest.approx([at + slope, at + 6.4 * slope])
+    never = kl_penalty(double(-1.0, -1e9), double(-math.inf, 0.0))
+    assert never.isfinite().all()
     (gradient,) = torch.autograd.grad(found.sum(), logp)
     assert gradient.tolist() == pytest.approx(
         [-math.expm1(-3.0), 0.0, -math.expm1(1.0), -slope, -slope, -slope]

@@ -594,7 +594,7 @@ def kl_penalty(logp: Tensor, ref_logp: Tensor) -> Tensor:
         ValueError: the shapes differ.
     """
     _same_shape(logp, ref_logp)
-    gap = ref_logp - logp
+    gap = (ref_logp - logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     near = gap.clamp(max=LINEAR_FROM)
     return torch.expm1(near) - near + math.expm1(LINEAR_FROM) * (gap - near)
 
