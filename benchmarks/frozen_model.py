@@ -408,7 +408,6 @@ def main() -> None:
     parser.add_argument("--visits", type=int, default=3)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--wordings", nargs="+", choices=WORDINGS, default=list(WORDINGS))
-    parser.add_argument("--model", default="smollm2", help="a folder or hub name")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--place", choices=PLACES, default="observation")
     parser.add_argument("--wording", choices=WORDINGS, default="block")
@@ -420,7 +419,7 @@ def main() -> None:
     if options.command == "table":
         print_table(store)
         return
-    with closing(open_llm("local", model=options.model, dtype=options.dtype)) as llm:
+    with closing(open_llm("local", model="smollm2", dtype=options.dtype)) as llm:
         (dev if options.command == "dev" else run)(options, llm, store)
 
 
