@@ -1,7 +1,7 @@
 """Measure what training changed in an extractor: lessons about equal plays, before and after.
 
     python -m benchmarks.lesson_gain RUN [RUN ...] [--plays 5] [--layouts 6]
-        [--temperatures 0.1 0.3 0.6] [--name lake-words-drafts]
+        [--temperatures 0.1 0.3 0.6] [--rule lake] [--name lake-words-drafts]
         [--results benchmarks/results/lesson_gain.json]
 
 Runs are of one recipe and environment, with different seeds. The final actor of a run plays the
@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,20 @@ import gymnasium as gym
 import numpy as np
 
 import experiential  # noqa: F401  (registers the environments)
+from benchmarks.earned_rules import lake_lesson, vault_lesson
 from benchmarks.finished_run import FinishedRun, Shown, finished, keep
-from experiential.agents.functions import template
+from experiential.agents.functions import template, transcript
 from experiential.agents.prompts import experience_block
 from experiential.evaluation.intervals import GAIN, RATE, clustered_mean
 from experiential.rollout import Job, Rollout, Task, episode_seed
 from experiential.types import Add, Condition, Trajectory
 
 WRITERS = ("untrained", "trained")
+BASELINES: dict[str, Callable[[Trajectory], str]] = {"template": template, "transcript": transcript}
+RULES: dict[str, Callable[[Trajectory], str]] = {
+    "lake": lambda trajectory: lake_lesson(trajectory, ""),
+    "vault": lambda trajectory: vault_lesson(trajectory, ""),
+}
 _PLAYS, _TESTS, _SAMPLING = 91, 92, 93  # streams of seeds
 
 
@@ -91,9 +97,14 @@ async def success(
 
 
 async def measure(
-    run: Path, count: int, layouts: int, temperatures: Sequence[float]
+    run: Path,
+    count: int,
+    layouts: int,
+    temperatures: Sequence[float],
+    rule: Callable[[Trajectory], str] | None = None,
 ) -> dict[str, np.ndarray]:
     """Return the success by world of a run's actor: without a lesson, and per writer of it."""
+    functions = BASELINES if rule is None else BASELINES | {"rule": rule}
     async with finished(run) as final:
         settings = final.experiment.env
         held_out = settings.kwargs | settings.eval
@@ -102,8 +113,9 @@ async def measure(
         rollout = Rollout(settings, settings.eval, Shown(), final.actor, slots=64)
         played = await plays(rollout, worlds, count)
         found = {"none": await success(rollout, worlds, [""] * len(played), layouts)}
-        fixed = [template(one) for one in played]
-        found["template"] = await success(rollout, worlds, fixed, layouts)
+        for name, write in functions.items():
+            told = [write(one) for one in played]
+            found[name] = await success(rollout, worlds, told, layouts)
         for writer in WRITERS:
             if writer == "trained":
                 await final.extractor.load(final.folder / "extractor")
@@ -136,7 +148,8 @@ def summary(
     }
     untrained = [f"untrained {temperature:g}" for temperature in temperatures]
     best = max(untrained, key=lambda name: rates[name].mean())
-    for title, base in (("best untrained", best), ("fixed sentence", "template")):
+    bases = (("best untrained", best), ("fixed sentence", "template"), ("transcript", "transcript"))
+    for title, base in bases:
         told[f"each minus the {title}"] = {
             f"trained {temperature:g}": clustered_mean(
                 rates[f"trained {temperature:g}"] - rates[base], bounds=GAIN
@@ -153,11 +166,20 @@ def main() -> None:
     parser.add_argument("--plays", type=int, default=5, help="of each held-out world")
     parser.add_argument("--layouts", type=int, default=6, help="episodes with each lesson")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.1, 0.3, 0.6])
+    parser.add_argument("--rule", choices=list(RULES), help="write lessons by it, too")
     parser.add_argument("--name", default="lake-words-drafts", help="of the environment")
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/lesson_gain.json"))
     options = parser.parse_args()
     tables = [
-        asyncio.run(measure(run, options.plays, options.layouts, options.temperatures))
+        asyncio.run(
+            measure(
+                run,
+                options.plays,
+                options.layouts,
+                options.temperatures,
+                RULES.get(options.rule),
+            )
+        )
         for run in options.runs
     ]
     found = summary(tables, options.temperatures)

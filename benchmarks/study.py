@@ -221,7 +221,10 @@ ENVIRONMENTS["vault-blind"] = Setup(
     ),
     curve=("eval.every=24", "eval.worlds=20", "eval.visits=6"),
     final=("eval.worlds=40", "eval.visits=6"),
-    recipes=(*EARNED_RECIPES, "static-online-vault-rule"),  # a rule that knows the game
+    recipes=(
+        *EARNED_RECIPES, "static-online-vault-rule",  # a rule that knows the game
+        "static-online-cool", "complementary-cool",
+    ),
 )  # fmt: skip
 ENVIRONMENTS["lake-words"] = Setup(
     training=(

@@ -368,7 +368,9 @@ def test_a_cell_begins_with_an_actor_that_was_trained_to_read(tmp_path: Path) ->
     (cell,) = study.read_cells(tmp_path)
     assert {arm.arm for arm in cell.arms} == {"off", "on", "frozen", "shuffled", "placebo"}
     # One step is too short for an update, so the same extractor writes twice.
-    rates = asyncio.run(lesson_gain.measure(folder / "run", 1, 2, [0.6]))
+    rule = lesson_gain.RULES["lake"]
+    rates = asyncio.run(lesson_gain.measure(folder / "run", 1, 2, [0.6], rule))
+    assert {"template", "transcript", "rule"} < rates.keys()
     assert rates["none"].shape == (40,) and set(np.unique(rates["none"])) <= {0.0, 0.5, 1.0}
     assert (rates["untrained 0.6"] == rates["trained 0.6"]).all()
 
@@ -376,6 +378,7 @@ def test_a_cell_begins_with_an_actor_that_was_trained_to_read(tmp_path: Path) ->
 def test_the_gain_of_lessons_is_over_the_same_and_over_the_best_temperature() -> None:
     rates = {"none": [0.0, 0.0], "untrained 0.3": [0.5, 1.0], "untrained 0.6": [0.0, 0.5]}
     rates |= {"trained 0.3": [0.5, 1.0], "trained 0.6": [1.0, 1.0], "template": [0.5, 0.0]}
+    rates |= {"transcript": [0.0, 0.0]}
     found = lesson_gain.summary(
         [{name: np.array(row) for name, row in rates.items()}] * 2, [0.3, 0.6]
     )
@@ -386,6 +389,7 @@ def test_the_gain_of_lessons_is_over_the_same_and_over_the_best_temperature() ->
     over = found["each minus the best untrained"]
     assert over["best"] == "untrained 0.3" and over["trained 0.6"]["mean"] == 0.25
     assert found["each minus the fixed sentence"]["trained 0.3"]["mean"] == 0.5
+    assert found["each minus the transcript"]["trained 0.6"]["mean"] == 1.0
 
 
 def test_the_way_told_is_the_way_of_the_layout_on_the_board(tmp_path: Path) -> None:
