@@ -1033,12 +1033,12 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
         parts += [
             f"## {environment}",
             "Success on later visits, and how fast it came:",
-            _table(head, body),
+            markdown_table(head, body),
             *([f"Best baseline: {named}"] if (named := _best(mine[0])) else []),
         ]
         parts += [
             "What the bank was good for, in points, and what a success cost as the recipe is used:",
-            _table(second, more),
+            markdown_table(second, more),
         ]
     return "\n\n".join(parts) + "\n"
 
@@ -1076,7 +1076,7 @@ def orderings(cells: Sequence[StudyCell]) -> str:
     ]
     return (
         "## Orderings of the papers\n\n"
-        + _table(["ordering", "evaluated", "source", *places], body)
+        + markdown_table(["ordering", "evaluated", "source", *places], body)
         + "\n"
     )
 
@@ -1088,7 +1088,7 @@ def ablations(cells: Sequence[StudyCell]) -> str:
         [place, f"`{name}`", arm, show_percent(rate(mine)), *difference(mine, base)]
         for place, name, arm, mine, _, base in beside_trained(cells, ABLATIONS, COMPLEMENTARY)
     ]
-    return f"## Ablations\n\n{_table(head, body)}\n" if body else ""
+    return f"## Ablations\n\n{markdown_table(head, body)}\n" if body else ""
 
 
 def writers(cells: Sequence[StudyCell]) -> str:
@@ -1101,7 +1101,7 @@ def writers(cells: Sequence[StudyCell]) -> str:
         for trained in TRAINED
         for place, name, arm, mine, main, base in beside_trained(cells, WRITERS, trained)
     ]
-    return f"## Who writes the entries\n\n{_table(head, body)}\n" if body else ""
+    return f"## Who writes the entries\n\n{markdown_table(head, body)}\n" if body else ""
 
 
 def beside_trained(
@@ -1171,7 +1171,8 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:,.1f}" if 0 < value < 10 else f"{value:,.0f}"
 
 
-def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+def markdown_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """Lay out rows as a table in Markdown."""
     lines = [
         f"| {' | '.join(head)} |",
         "|---" * len(head) + "|",

@@ -14,6 +14,7 @@ import pytest
 from benchmarks import (
     accelerator,
     adaptation,
+    aims,
     bank,
     baselines,
     extractor_uplift,
@@ -27,6 +28,7 @@ from experiential.bank.bank import ExperienceBank
 from experiential.config import Arm
 from experiential.errors import ConfigError
 from experiential.evaluation.cell import Cell
+from experiential.evaluation.intervals import Interval
 from experiential.evaluation.picture import Point
 from experiential.recipe import load_experiment
 from experiential.training.checkpoint import CheckpointStore
@@ -271,6 +273,59 @@ def test_chance_on_vault_is_two_levers_of_fourteen_and_on_the_lake_it_is_measure
     lake = study.random_success("frozen-lake", repeats=2)
     assert 0.2 < lake < 0.8
     assert lake == study.random_success("frozen-lake", repeats=2)
+
+
+def test_the_aims_compare_each_family_with_grpo_and_count_those_above_zero() -> None:
+    """A law has GRPO beside it. Two of three families gain, so the mean is not enough."""
+    shares = {
+        ("vault-law", "grpo"): {"off": 0.2},
+        ("vault-law", "history"): {"off": 0.2, "frozen": 0.5},
+        ("vault-law-note", "complementary"): {"off": 0.2, "frozen": 1.0, "on": 1.0},
+        ("vault-law-note", "static-online-cool"): {"off": 0.2, "frozen": 0.4, "on": 0.9},
+        ("lake-words", "grpo"): {"off": 0.0},
+        ("lake-words", "complementary"): {"off": 0.0, "frozen": 0.7, "on": 0.7},
+        ("lake-words", "static-online"): {"off": 0.0, "frozen": 0.7, "on": 1.0},
+        ("alfworld-homes", "grpo"): {"off": 0.3},
+        ("alfworld-homes", "complementary"): {"off": 0.3, "frozen": 0.3, "on": 0.3},
+    }
+    found = aims.Study(
+        [
+            study_cell(recipe, seed, arms, place)
+            for (place, recipe), arms in shares.items()
+            for seed in (0, 1)
+        ]
+    )
+    gains = {row.case: row for row in aims.papers_gains(found)[:4]}
+    assert gains["vault-law-note"].found.startswith("+80 [")
+    mean = gains["mean; aim +8.7, each above zero"]
+    assert mean.found.startswith("+50 [") and mean.found.endswith("; 2 of 3 above zero")
+    assert mean.met is False
+    rows = {row.case: row for row in aims.over_baselines(found)}
+    over = rows["vault-law-note: `complementary` minus `history` (vault-law)"]
+    assert over.found.startswith("+50 [")
+    assert (
+        rows["vault-law-note: `complementary` minus `static-online-cool` (vault-law-note)"].met
+        is None
+    )
+    assert rows["lake-words: `complementary` minus `static-online` (lake-words)"].found.startswith(
+        "-30"
+    )
+    totals = [row for row in aims.over_baselines(found) if "aim 2" in row.case]
+    assert [(row.found, row.met) for row in totals] == [("1", False), ("1", False), ("0", False)]
+    # Both first reach 80 % of their 70 % with the second evaluation.
+    assert {(row.found, row.met) for row in aims.speed(found)} == {("128 and 128", False)}
+
+
+def test_the_mean_of_independent_estimates_adds_distances_in_squares() -> None:
+    parts = [Interval(mean=0.6, low=0.3, high=0.8), Interval(mean=0.2, low=-0.2, high=0.2)]
+    mean = aims.over_families(parts)
+    assert (mean.mean, mean.low, mean.high) == pytest.approx((0.4, 0.15, 0.5))
+
+
+def test_an_ideal_memory_of_levers_has_the_success_of_counting() -> None:
+    """Two of fourteen levers a visit, none twice: after v visits 2v of 14 are known."""
+    ideal = aims.accumulation(aims.Study([]))[0]
+    assert ideal.found == "14, 29, 43, 57, 71, 86"
 
 
 def test_a_damaged_cell_and_an_empty_study_are_named(finished: Path, tmp_path: Path) -> None:

@@ -1,0 +1,291 @@
+"""Compare the study with what it was meant to show: one row for each aim, whatever its sign.
+
+    python -m benchmarks.aims [--results benchmarks/results/study]
+
+Aims and thresholds were set before the worlds of "memory must be earned" were built. Figures come
+from the cells of `benchmarks.study`, and from `benchmarks.lesson_gain` and
+`benchmarks.extractor_uplift`. An aim is *met* if its value reaches the threshold and its intervals
+exclude zero, in as many environments as it names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import study
+from benchmarks.study import ENVIRONMENTS, RESULTS, StudyCell
+from experiential.config import Arm
+from experiential.evaluation.card import recipe_difference
+from experiential.evaluation.cell import Cell
+from experiential.evaluation.intervals import Interval
+from experiential.evaluation.page import show_percent, show_points
+from experiential.evaluation.picture import mean_curve
+
+FAMILIES = ("vault-law-note", "lake-words", "alfworld-homes")
+"""A law, a grid in dialects, and households: where the papers' gains were to be seen."""
+MEMORY = (*FAMILIES, "vault-law", "vault-blind", "vault-law-smollm2", "vault-smollm2", "vault")
+"""Where a memory was to beat every baseline without a model as extractor."""
+NOBODY = ("history", "template", "template-all-guided")
+"""Recipes whose entries a function without knowledge of the game writes."""
+UNTRAINED = (
+    "static-online", "static-online-all-guided", "static-online-cool", "static-online-cold",
+)  # fmt: skip
+RULES = ("static-online-home-rule", "static-online-lake-rule", "static-online-vault-rule")
+GAIN, GAIN_ALONE, SPEED = 0.087, 0.04, 0.5
+"""Aims: over GRPO with the bank of the training, over GRPO without a bank, share of episodes."""
+LESSONS = Path("benchmarks/results/lesson_gain.json")
+UPLIFT = Path("benchmarks/results/extractor_uplift.json")
+TRAINED_AT = "0.6"
+"""Temperature of the lessons in the trainings with drafts."""
+IDEAL = tuple(2 / (14 - 2 * visit) for visit in range(6))
+"""Success by visit of a player of Vault without a clerk that remembers every lever, given that
+earlier visits failed."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Hold one line of an aim: what was compared, what came out, whether that meets the aim."""
+
+    aim: str
+    case: str
+    found: str
+    met: bool | None
+
+    def cells(self) -> list[str]:
+        """Return the columns of the table."""
+        verdict = "–" if self.met is None else "met" if self.met else "missed"
+        return [self.aim, self.case, self.found, verdict]
+
+
+class Study:
+    """Look up the cells of a study by environment, recipe and arm."""
+
+    def __init__(self, cells: Sequence[StudyCell]) -> None:
+        self._cells = cells
+
+    def of(self, environment: str, recipe: str) -> list[StudyCell]:
+        """Return the cells of a recipe; GRPO's may come from an environment with equal worlds."""
+        places = (environment, *(ENVIRONMENTS[environment].beside if recipe == "grpo" else ()))
+        for place in places:
+            found = [c for c in self._cells if (c.environment, c.recipe) == (place, recipe)]
+            if found:
+                return found
+        return []
+
+    def recipes(self, environment: str, names: Sequence[str]) -> list[str]:
+        """Return those of some recipes that were played."""
+        return [name for name in names if self.of(environment, name)]
+
+    def arm(self, environment: str, recipe: str, arm: Arm | None = None) -> list[Cell]:
+        """Return a recipe's outcomes under an arm; None: the one in which it is compared."""
+        played = [one for cell in self.of(environment, recipe) for one in cell.arms]
+        if not played:
+            return []
+        chosen = arm or study.compared_arm(environment, played)
+        return [one for one in played if one.arm == chosen]
+
+    def main(self, environment: str) -> str | None:
+        """Return the recipe that stands for Complementary RL with its defaults."""
+        return next(iter(self.recipes(environment, study.COMPLEMENTARY)), None)
+
+    def best(self, environment: str, names: Sequence[str]) -> tuple[str, str] | None:
+        """Return environment and recipe with the highest success, on equal worlds."""
+        places = (environment, *ENVIRONMENTS[environment].beside)
+        return max(
+            ((place, name) for place in places for name in self.recipes(place, names)),
+            key=lambda pair: np.mean([cell.later().mean() for cell in self.arm(*pair)]),
+            default=None,
+        )
+
+
+def difference(first: Sequence[Cell], second: Sequence[Cell]) -> Interval | None:
+    """Return success on later visits of the first minus the second; None if one was not played."""
+    found = recipe_difference(first, second) if first and second else None
+    return found["interval"] if found else None
+
+
+def over_families(parts: Sequence[Interval]) -> Interval:
+    """Return the mean of independent estimates, whose distances add up in squares."""
+    n = len(parts)
+    mean = sum(one.mean for one in parts) / n
+    below = math.hypot(*(one.mean - one.low for one in parts)) / n
+    above = math.hypot(*(one.high - one.mean for one in parts)) / n
+    return Interval(mean=mean, low=mean - below, high=mean + above)
+
+
+def papers_gains(found: Study) -> list[Row]:
+    """Compare Complementary RL with GRPO, reading the bank of the training and without a bank."""
+    rows: list[Row] = []
+    aims: tuple[tuple[Arm, float, str], ...] = (
+        ("frozen", GAIN, "bank of the training, minus GRPO"),
+        ("off", GAIN_ALONE, "without the bank, minus GRPO"),
+    )
+    for arm, least, name in aims:
+        parts = {
+            place: gap
+            for place in FAMILIES
+            if (main := found.main(place))
+            and (gap := difference(found.arm(place, main, arm), found.arm(place, "grpo", "off")))
+        }
+        rows += [Row(name, place, show_points(gap), None) for place, gap in parts.items()]
+        if parts:
+            mean = over_families(list(parts.values()))
+            above = sum(one.low > 0 for one in parts.values())
+            met = mean.mean >= least and above == len(FAMILIES)
+            text = f"{show_points(mean)}; {above} of {len(parts)} above zero"
+            rows.append(Row(name, f"mean; aim {100 * least:+.1f}, each above zero", text, met))
+    return rows
+
+
+def over_baselines(found: Study) -> list[Row]:
+    """Compare the trained pair with each kind of baseline: in two environments above zero."""
+    kinds = (
+        ("minus transcripts or a fixed sentence", NOBODY),
+        ("minus an untrained extractor, at its best temperature", UNTRAINED),
+        ("minus a rule that knows the game", RULES),
+    )
+    rows: list[Row] = []
+    for name, baselines in kinds:
+        above: set[str] = set()
+        for place in MEMORY:
+            if (best := found.best(place, baselines)) is None:
+                continue
+            for family in study.TRAINED:
+                for main in found.recipes(place, family)[:1]:
+                    if gap := difference(found.arm(place, main), found.arm(*best)):
+                        case = f"{place}: `{main}` minus `{best[1]}` ({best[0]})"
+                        rows.append(Row(name, case, show_points(gap), None))
+                        above |= {place.removesuffix("-note")} if gap.low > 0 else set()
+        case = "environments with a trained pair above zero, aim 2"
+        rows.append(Row(name, case, str(len(above)), len(above) >= 2))
+    return rows
+
+
+def accumulation(found: Study) -> list[Row]:
+    """Compare success by visit in Vault without a clerk with that of an ideal memory."""
+    name, place = "success by visit follows the ideal", "vault-blind"
+    unsolved = np.cumprod([1.0, *(1 - one for one in IDEAL)])
+    ideal = 1 - unsolved[1:]
+    rows = [Row(name, "ideal", ", ".join(f"{100 * one:.0f}" for one in ideal), None)]
+    for recipe in found.recipes(place, ("complementary", *UNTRAINED, *RULES, *NOBODY)):
+        rows.append(Row(name, f"`{recipe}`", study.visits(found.arm(place, recipe)), None))
+    main = found.arm(place, "complementary")
+    if main:
+        met = abs(study.rate(main).mean - ideal[1:].mean()) < 0.05
+        case = f"`complementary`, later visits; ideal {100 * ideal[1:].mean():.0f} %"
+        rows.append(Row(name, case, show_percent(study.rate(main)), met))
+    return rows
+
+
+def speed(found: Study) -> list[Row]:
+    """Compare the episodes after which success first was 80 % of that at the end."""
+    name = "episodes to 80 % of the final success"
+    rows: list[Row] = []
+    for place in ENVIRONMENTS:
+        main = found.main(place)
+        mine = _episodes(found, place, main) if main else None
+        theirs = _episodes(found, place, "grpo")
+        if mine is None or theirs is None:
+            continue
+        text = f"{mine:,} and {theirs:,}" + ("; one starts there" if not mine * theirs else "")
+        met = mine <= SPEED * theirs if mine * theirs else None
+        rows.append(Row(name, f"{place}: `{main}`, GRPO; aim half", text, met))
+    return rows
+
+
+def _episodes(found: Study, environment: str, recipe: str) -> int | None:
+    cells = found.of(environment, recipe)
+    if not cells:
+        return None
+    arm = study.compared_arm(environment, [one for cell in cells for one in cell.arms])
+    curves = [[(p.episodes, p.success) for p in cell.curve.get(arm, ())] for cell in cells]
+    mean = mean_curve(curves)
+    if not mean:
+        return None
+    return next(x for x, success, *_ in mean if success >= 0.8 * mean[-1][1])
+
+
+def reflection(found: Study) -> list[Row]:
+    """Compare ERL with GRPO and with its ablation, in dialects."""
+    name, place = "dialects: ERL", "lake-words"
+    return [
+        Row(name, f"minus `{other}`, aim above zero", show_points(gap), gap.low > 0)
+        for other in ("grpo", "erl-no-reflection")
+        if (gap := difference(found.arm(place, "erl", "off"), found.arm(place, other, "off")))
+    ]
+
+
+def extractor(lessons: Path = LESSONS, uplift: Path = UPLIFT) -> list[Row]:
+    """Compare what an extractor wrote early and late in its training."""
+    rows: list[Row] = []
+    name, above = "uplift of entries, last fifth of training minus first", set[str]()
+    for environment, told in _read(uplift).items():
+        gap = Interval(**told["rise"])
+        rows.append(Row(name, f"{environment}; runs: {told['runs']}", show_points(gap), None))
+        above |= {environment.split(",")[0]} if gap.low > 0 else set()
+    rows.append(Row(name, "environments above zero, aim 2", str(len(above)), len(above) >= 2))
+    for name, title, at_all in (
+        ("lessons about equal plays, trained minus untrained", "trained minus untrained", False),
+        ("the same, minus the best untrained", "each minus the best untrained", True),
+    ):
+        above.clear()
+        for environment, told in _read(lessons).items():
+            if at_all and " at " in environment:
+                continue  # one temperature was played, so that it is the best
+            gaps = {
+                at.removeprefix("trained "): Interval(**gap)
+                for at, gap in told[title].items()
+                if at != "best"
+            }
+            rows += [
+                Row(name, f"{environment}, lessons at {at}", show_points(gap), None)
+                for at, gap in gaps.items()
+            ]
+            best = max(gaps.values(), key=lambda gap: gap.mean)
+            gap = best if at_all else gaps.get(TRAINED_AT)
+            above |= {environment.split(" at ")[0]} if gap and gap.low > 0 else set()
+        case = "at its best temperature" if at_all else f"at {TRAINED_AT}, as in training"
+        case = f"environments above zero {case}, aim 2"
+        rows.append(Row(name, case, str(len(above)), len(above) >= 2))
+    return rows
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text("utf-8")) if file.exists() else {}
+
+
+def ablations(found: Study) -> list[Row]:
+    """Count the training seeds of each ablation under a law."""
+    place = "vault-law-note"
+    counts = {name: len(found.of(place, name)) for name in study.ABLATIONS}
+    few = [f"{name}: {n}" for name, n in counts.items() if n < 5]
+    text = f"{len(counts) - len(few)} of {len(counts)}" + "".join(f"; {one}" for one in few)
+    return [Row("ablations", f"{place}, with five seeds or more", text, not few)]
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    found = Study(study.read_cells(options.results))
+    rows = [
+        *papers_gains(found), *over_baselines(found), *accumulation(found), *speed(found),
+        *reflection(found), *extractor(), *ablations(found),
+    ]  # fmt: skip
+    text = study.markdown_table(["aim", "case", "found", "verdict"], [row.cells() for row in rows])
+    (options.results / "aims.md").write_text(text + "\n", encoding="utf-8")
+    study.say(text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
