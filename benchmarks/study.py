@@ -1236,13 +1236,30 @@ def table(results: Path) -> None:
     (results / "table.md").write_text(text, encoding="utf-8")
     plot(cells, results / "curves.png")
     say(text)
+    for note in mixed_settings(cells):
+        say(f"note: {note}")
+
+
+def mixed_settings(cells: Sequence[StudyCell]) -> Iterator[str]:
+    """Name the recipes whose cells are not of one kind, by what differs.
+
+    Overrides that only some cells have change what is compared, unless they state what was the
+    default before. Where overrides are equal, later code had further settings or other defaults.
+    """
     for environment, recipe in dict.fromkeys((cell.environment, cell.recipe) for cell in cells):
         mine = [cell for cell in cells if (cell.environment, cell.recipe) == (environment, recipe)]
-        if len({cell.settings for cell in mine}) > 1:
-            say(
-                f"note: the cells of {environment}/{recipe} were made with different settings;"
-                " remove the older ones and run again"
+        if len({cell.settings for cell in mine}) == 1:
+            continue
+        name = f"the cells of {environment}/{recipe}"
+        given = [{o for o in cell.overrides if not o.startswith("seed=")} for cell in mine]
+        if some := sorted(set[str]().union(*given) - set[str].intersection(*given)):
+            yield (
+                f"{name} were made with different settings ({', '.join(some)} in some); remove the"
+                " older ones and run again if that changed them"
             )
+        else:
+            commits = ", ".join(dict.fromkeys(cell.commit for cell in mine))
+            yield f"{name} have equal overrides, by code with other settings: {commits}"
 
 
 def arguments() -> argparse.ArgumentParser:

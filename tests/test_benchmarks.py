@@ -200,8 +200,12 @@ def test_the_study_writes_tables_and_a_picture(
     study.cell_path(finished, "vault", "grpo", 2).write_text(other.model_dump_json())
     study.table(finished)
     assert (
-        "note: the cells of vault/grpo were made with different settings" in capsys.readouterr().out
+        "note: the cells of vault/grpo have equal overrides, by code with other settings: abc"
+        in capsys.readouterr().out
     )
+    changed = other.model_copy(update={"overrides": ("seed=2", "run.steps=9")})
+    (told,) = study.mixed_settings([study_cell("grpo", 1, {"off": 0.4}), changed])
+    assert told.startswith("the cells of vault/grpo were made with different settings (run.steps=9")
 
 
 def found_verdicts(shares: dict[str, dict[str, float]], chance: float = 0.0) -> dict[Any, Any]:
