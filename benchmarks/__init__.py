@@ -1,1 +1,1 @@
-"""Scripts that make the committed figures; see docs/benchmarks.md and docs/evaluation.md."""
+"""Scripts that make the committed figures; see docs/benchmarks.md and docs/results.md."""
