@@ -38,6 +38,8 @@ NOBODY = ("history", "template", "template-all-guided")
 UNTRAINED = (
     "static-online", "static-online-all-guided", "static-online-cool", "static-online-cold",
 )  # fmt: skip
+WRITTEN = ("complementary", "complementary-cool")
+"""Recipes whose extractor is trained, without a clerk."""
 RULES = ("static-online-home-rule", "static-online-lake-rule", "static-online-vault-rule")
 GAIN, GAIN_ALONE, SPEED = 0.087, 0.04, 0.5
 """Aims: over GRPO with the bank of the training, over GRPO without a bank, share of episodes."""
@@ -175,7 +177,7 @@ def accumulation(found: Study) -> list[Row]:
     unsolved = np.cumprod([1.0, *(1 - one for one in IDEAL)])
     ideal = 1 - unsolved[1:]
     rows = [Row(name, "ideal", ", ".join(f"{100 * one:.0f}" for one in ideal), None)]
-    for recipe in found.recipes(place, ("complementary", *UNTRAINED, *RULES, *NOBODY)):
+    for recipe in found.recipes(place, (*WRITTEN, *UNTRAINED, *RULES, *NOBODY)):
         rows.append(Row(name, f"`{recipe}`", study.visits(found.arm(place, recipe)), None))
     main = found.arm(place, "complementary")
     if main:
