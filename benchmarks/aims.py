@@ -234,13 +234,13 @@ def extractor(lessons: Path = LESSONS, uplift: Path = UPLIFT) -> list[Row]:
         rows.append(Row(name, f"{environment}; runs: {told['runs']}", show_points(gap), None))
         above |= {environment.split(",")[0]} if gap.low > 0 else set()
     rows.append(Row(name, "environments above zero, aim 2", str(len(above)), len(above) >= 2))
-    for name, title, at_all in (
+    for name, title, over_best in (
         ("lessons about equal plays, trained minus untrained", "trained minus untrained", False),
         ("the same, minus the best untrained", "each minus the best untrained", True),
     ):
         above.clear()
         for environment, told in _read(lessons).items():
-            if at_all and " at " in environment:
+            if over_best and " at " in environment:
                 continue  # one temperature was played, so that it is the best
             gaps = {
                 at.removeprefix("trained "): Interval(**gap)
@@ -252,9 +252,9 @@ def extractor(lessons: Path = LESSONS, uplift: Path = UPLIFT) -> list[Row]:
                 for at, gap in gaps.items()
             ]
             best = max(gaps.values(), key=lambda gap: gap.mean)
-            gap = best if at_all else gaps.get(TRAINED_AT)
+            gap = best if over_best else gaps.get(TRAINED_AT)
             above |= {environment.split(" at ")[0]} if gap and gap.low > 0 else set()
-        case = "at its best temperature" if at_all else f"at {TRAINED_AT}, as in training"
+        case = "at its best temperature" if over_best else f"at {TRAINED_AT}, as in training"
         case = f"environments above zero {case}, aim 2"
         rows.append(Row(name, case, str(len(above)), len(above) >= 2))
     return rows
