@@ -1,15 +1,17 @@
 """Measure what training changed in an extractor: lessons about equal plays, before and after.
 
     python -m benchmarks.lesson_gain RUN [RUN ...] [--plays 5] [--layouts 6]
-        [--temperatures 0.1 0.3 0.6] [--rule lake] [--name lake-words-drafts]
-        [--results benchmarks/results/lesson_gain.json]
+        [--temperatures 0.1 0.3 0.6] [--rule benchmarks.earned_rules:lake]
+        [--name lake-words-drafts] [--results benchmarks/results/lesson_gain.json]
 
 Runs are of one recipe and environment, with different seeds. The final actor of a run plays the
 worlds held out for evaluation without advice. About each play the extractor that the run began
 with and the one that it ended with write a lesson, without seeing an entry. With each lesson the
 same actor then plays its world on fresh seeds, the same for both lessons. So nothing differs but
-who wrote the lesson; no bank takes part. An answer that adds nothing is played without advice. The
-baseline ``template`` is a fixed sentence about each play, with its last answer.
+who wrote the lesson; no bank takes part. An answer that adds nothing is played without advice.
+Baselines are ``template``, a fixed sentence about each play with its last answer, and
+``transcript``, the play itself. ``--rule`` adds the lessons of an extractor that knows the game,
+named as in the setting ``extractor.agent``: the most that this actor can be given.
 
 Results of other environments in the file stay.
 """
@@ -19,7 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,20 +30,16 @@ import gymnasium as gym
 import numpy as np
 
 import experiential  # noqa: F401  (registers the environments)
-from benchmarks.earned_rules import lake_lesson, vault_lesson
-from benchmarks.finished_run import FinishedRun, Shown, finished, keep
-from experiential.agents.functions import template, transcript
+from benchmarks.finished_run import Shown, finished, keep
+from experiential.agents.extractor import open_extractor
 from experiential.agents.prompts import experience_block
+from experiential.bank.extractor import Extractor
 from experiential.evaluation.intervals import GAIN, RATE, clustered_mean
 from experiential.rollout import Job, Rollout, Task, episode_seed
 from experiential.types import Add, Condition, Trajectory
 
 WRITERS = ("untrained", "trained")
-BASELINES: dict[str, Callable[[Trajectory], str]] = {"template": template, "transcript": transcript}
-RULES: dict[str, Callable[[Trajectory], str]] = {
-    "lake": lambda trajectory: lake_lesson(trajectory, ""),
-    "vault": lambda trajectory: vault_lesson(trajectory, ""),
-}
+BASELINES = ("template", "transcript")
 _PLAYS, _TESTS, _SAMPLING = 91, 92, 93  # streams of seeds
 
 
@@ -59,10 +57,9 @@ async def plays(rollout: Rollout, worlds: Sequence[int], count: int) -> list[Tra
     return [one.trajectory for one in await rollout.play(jobs)]
 
 
-async def lessons(final: FinishedRun, plays: Sequence[Trajectory], temperature: float) -> list[str]:
-    """Return the lesson that the extractor, as it is now, adds after each play; "" for none."""
-    agent = final.distiller(temperature)
-    answers = await asyncio.gather(*(agent.adistill(one) for one in plays))
+async def lessons(extractor: Extractor, plays: Sequence[Trajectory]) -> list[str]:
+    """Return the lesson that an extractor adds after each play; "" for none."""
+    answers = await asyncio.gather(*(extractor.adistill(one, []) for one in plays))
     return [
         next((one.text for one in answer.parsed.operations if isinstance(one, Add)), "")
         for answer in answers
@@ -101,10 +98,10 @@ async def measure(
     count: int,
     layouts: int,
     temperatures: Sequence[float],
-    rule: Callable[[Trajectory], str] | None = None,
+    rule: str | None = None,
 ) -> dict[str, np.ndarray]:
     """Return the success by world of a run's actor: without a lesson, and per writer of it."""
-    functions = BASELINES if rule is None else BASELINES | {"rule": rule}
+    others = {name: name for name in BASELINES} | ({} if rule is None else {"rule": rule})
     async with finished(run) as final:
         settings = final.experiment.env
         held_out = settings.kwargs | settings.eval
@@ -113,14 +110,14 @@ async def measure(
         rollout = Rollout(settings, settings.eval, Shown(), final.actor, slots=64)
         played = await plays(rollout, worlds, count)
         found = {"none": await success(rollout, worlds, [""] * len(played), layouts)}
-        for name, write in functions.items():
-            told = [write(one) for one in played]
+        for name, kind in others.items():
+            told = await lessons(open_extractor(kind, final.extractor), played)
             found[name] = await success(rollout, worlds, told, layouts)
         for writer in WRITERS:
             if writer == "trained":
                 await final.extractor.load(final.folder / "extractor")
             for temperature in temperatures:
-                told = await lessons(final, played, temperature)
+                told = await lessons(final.distiller(temperature), played)
                 found[f"{writer} {temperature:g}"] = await success(rollout, worlds, told, layouts)
         rollout.close()
     return found
@@ -166,19 +163,13 @@ def main() -> None:
     parser.add_argument("--plays", type=int, default=5, help="of each held-out world")
     parser.add_argument("--layouts", type=int, default=6, help="episodes with each lesson")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.1, 0.3, 0.6])
-    parser.add_argument("--rule", choices=list(RULES), help="write lessons by it, too")
+    parser.add_argument("--rule", help="an extractor that knows the game, as module:attribute")
     parser.add_argument("--name", default="lake-words-drafts", help="of the environment")
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/lesson_gain.json"))
     options = parser.parse_args()
     tables = [
         asyncio.run(
-            measure(
-                run,
-                options.plays,
-                options.layouts,
-                options.temperatures,
-                RULES.get(options.rule),
-            )
+            measure(run, options.plays, options.layouts, options.temperatures, options.rule)
         )
         for run in options.runs
     ]

@@ -359,15 +359,17 @@ ALL = (
     "model.threads=1", "extractor.per_group=0",  # as in the paper
 )  # fmt: skip
 """Settings of every run; with run.drain the same cell twice gives the same outcomes."""
-WITHOUT_EXTRACTOR = (
-    "template", "template-all-guided", "history",
-    "static-online-home-rule", "static-online-lake-rule", "static-online-vault-rule",
-)  # fmt: skip
-"""Recipes whose entries a function writes: the baselines of an environment without others."""
-WRITERS = (
+FUNCTIONS = ("template", "template-all-guided", "history")
+"""Recipes whose entries a function writes that knows no game."""
+RULES = ("static-online-home-rule", "static-online-lake-rule", "static-online-vault-rule")
+"""Recipes whose entries a function writes that knows the game."""
+WITHOUT_EXTRACTOR = (*FUNCTIONS, *RULES)
+"""The baselines of an environment without others."""
+UNTRAINED = (
     "static-online", "static-online-all-guided", "static-online-cool", "static-online-cold",
-    *WITHOUT_EXTRACTOR,
 )  # fmt: skip
+"""Recipes whose entries the model writes, untrained."""
+WRITERS = (*UNTRAINED, *WITHOUT_EXTRACTOR)
 """Recipes that differ from ``complementary`` in who writes the entries."""
 DEMONSTRATIONS = {"evolver": 300}
 """Recipes with a cold start, and how many demonstrations each is given."""

@@ -13,7 +13,9 @@ from hypothesis.extra.numpy import arrays
 from experiential.evaluation.intervals import (
     GAIN,
     RATE,
+    Interval,
     clustered_mean,
+    independent_mean,
     newcombe,
     over_tasks,
     paired_difference,
@@ -154,3 +156,9 @@ def test_worlds_that_agree_have_an_interval_of_as_many_episodes() -> None:
     assert (round(both.low, 4), round(both.high, 4)) == (-0.2294, 0.2294)
     half = paired_difference(np.full(8, 0.5), none)  # 0.3244 * sqrt(2) on both sides
     assert (half.mean, round(half.low, 4), round(half.high, 4)) == (0.5, 0.0412, 0.9588)
+
+
+def test_the_mean_of_independent_estimates_adds_distances_in_squares() -> None:
+    parts = [Interval(mean=0.6, low=0.3, high=0.8), Interval(mean=0.2, low=-0.2, high=0.2)]
+    mean = independent_mean(parts)
+    assert (mean.mean, mean.low, mean.high) == pytest.approx((0.4, 0.15, 0.5))

@@ -197,16 +197,23 @@ def over_tasks(tables: Sequence[np.ndarray], bounds: tuple[float, float] | None 
     if not tables or not all(len(table) for table in tables):
         raise ValueError(f"Expected tasks with worlds, got {[len(table) for table in tables]}")
     if bounds is not None and all(np.ptp(table) == 0 for table in tables):
-        # the distances of independent tasks add up in squares, as in `newcombe`
-        parts = [_constant(float(table[0]), len(table), bounds) for table in tables]
-        mean = sum(one.mean for one in parts) / len(parts)
-        below = math.hypot(*(one.mean - one.low for one in parts)) / len(parts)
-        above = math.hypot(*(one.high - one.mean for one in parts)) / len(parts)
-        return Interval(mean=mean, low=mean - below, high=mean + above)
+        return independent_mean([_constant(float(t[0]), len(t), bounds) for t in tables])
     rng = np.random.default_rng(SEED)
     drawn = [rng.choice(table, size=(SAMPLES, len(table))).mean(axis=1) for table in tables]
     mean = float(np.mean([table.mean() for table in tables]))
     return _percentiles(mean, np.mean(drawn, axis=0))
+
+
+def independent_mean(parts: Sequence[Interval]) -> Interval:
+    """Return the mean of independent estimates, each counted alike.
+
+    The distances to their limits add up in squares, as in `newcombe`.
+    """
+    n = len(parts)
+    mean = sum(one.mean for one in parts) / n
+    below = math.hypot(*(one.mean - one.low for one in parts)) / n
+    above = math.hypot(*(one.high - one.mean for one in parts)) / n
+    return Interval(mean=mean, low=mean - below, high=mean + above)
 
 
 def _resampled(*tables: np.ndarray, samples: int = SAMPLES) -> list[np.ndarray]:
