@@ -98,6 +98,7 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "static-online-cool": ("static-online", ("extractor.temperature=0.3",)),
     "static-online-home-rule": ("static-online", ("extractor.agent=benchmarks.earned_rules:home",)),
     "static-online-lake-rule": ("static-online", ("extractor.agent=benchmarks.earned_rules:lake",)),
+    "static-online-recent": ("static-online", ("bank.retrieval.strategy=recent",)),
     "static-online-vault-rule": (
         "static-online",
         ("extractor.agent=benchmarks.earned_rules:vault",),
@@ -250,6 +251,7 @@ ENVIRONMENTS["lake-words-seen"] = replace(
         "bank.retrieval.strategy=evidence",  # by the entry written last 33 %, by this 53 (on dev)
     ),
     curve=("eval.every=12", "eval.worlds=20", "eval.visits=4", "eval.arms=[off, frozen]"),
+    recipes=(*ENVIRONMENTS["lake-words"].recipes, "static-online-recent"),
     arm="frozen",
 )  # fmt: skip
 # The actor of its `static-online`, now fixed, reads eight lessons that an extractor draws about one

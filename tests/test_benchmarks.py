@@ -279,7 +279,7 @@ def test_chance_on_vault_is_two_levers_of_fourteen_and_on_the_lake_it_is_measure
 
 
 def test_the_aims_compare_each_family_with_grpo_and_count_those_above_zero() -> None:
-    """A law has GRPO beside it. Two of three families gain, so the mean is not enough."""
+    """A law has GRPO beside it. Held out, two of three families gain: the mean is not enough."""
     shares = {
         ("vault-law", "grpo"): {"off": 0.2},
         ("vault-law", "history"): {"off": 0.2, "frozen": 0.5},
@@ -290,6 +290,11 @@ def test_the_aims_compare_each_family_with_grpo_and_count_those_above_zero() -> 
         ("lake-words", "static-online"): {"off": 0.0, "frozen": 0.7, "on": 1.0},
         ("alfworld-homes", "grpo"): {"off": 0.3},
         ("alfworld-homes", "complementary"): {"off": 0.3, "frozen": 0.3, "on": 0.3},
+        ("lake-words-seen", "grpo"): {"off": 0.1},
+        ("lake-words-seen", "complementary"): {"off": 0.1, "frozen": 0.6, "on": 0.7},
+        ("lake-words-seen", "static-online"): {"off": 0.1, "frozen": 0.2, "on": 0.9},
+        ("alfworld-homes-seen", "grpo"): {"off": 0.3},
+        ("alfworld-homes-seen", "complementary"): {"off": 0.3, "frozen": 1.0, "on": 0.3},
     }
     found = aims.Study(
         [
@@ -298,11 +303,15 @@ def test_the_aims_compare_each_family_with_grpo_and_count_those_above_zero() -> 
             for seed in (0, 1)
         ]
     )
-    gains = {row.case: row for row in aims.papers_gains(found)[:4]}
-    assert gains["vault-law-note"].found.startswith("+80 [")
-    mean = gains["mean; aim +8.7, each above zero"]
-    assert mean.found.startswith("+50 [") and mean.found.endswith("; 2 of 3 above zero")
-    assert mean.met is False
+    gains = aims.papers_gains(found)
+    assert gains[0].case == "vault-law-note" and gains[0].found.startswith("+80 [")
+    means = [row for row in gains if row.case.startswith("mean; aim")]
+    assert [row.found.partition(" ")[0] for row in means] == ["+50", "+67", "+0", "+0"]
+    assert [row.found.partition("; ")[2] for row in means[:2]] == [
+        "2 of 3 above zero",
+        "3 of 3 above zero",
+    ]
+    assert [row.met for row in means] == [False, True, False, False]
     rows = {row.case: row for row in aims.over_baselines(found, {})}
     over = rows["vault-law-note: `complementary` minus `history` (vault-law)"]
     assert over.found.startswith("+50 [")
@@ -312,7 +321,8 @@ def test_the_aims_compare_each_family_with_grpo_and_count_those_above_zero() -> 
         "-30"
     )
     totals = [row for row in aims.over_baselines(found, {}) if "aim 2" in row.case]
-    assert [(row.found, row.met) for row in totals] == [("1", False), ("1", False), ("0", False)]
+    # Under the law and in dialects, the latter in worlds that training met.
+    assert [(row.found, row.met) for row in totals] == [("1", False), ("2", True), ("0", False)]
     # Both first reach 80 % of their 70 % with the second evaluation.
     assert {(row.found, row.met) for row in aims.speed(found)} == {("128 and 128", False)}
 
