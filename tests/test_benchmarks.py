@@ -20,6 +20,7 @@ from benchmarks import (
     extractor_uplift,
     headroom,
     lesson_gain,
+    met,
     overhead,
     study,
 )
@@ -336,6 +337,20 @@ def test_the_aims_take_the_best_baseline_of_plain_vault_that_has_a_memory() -> N
         ("history, on (`benchmarks.baselines`)", "-40"),
         ("untrained, rule, on (`benchmarks.baselines`)", "-50"),
     ]
+
+
+def test_success_is_told_apart_by_how_often_the_training_met_a_world() -> None:
+    """Twelve blocks of four steps meet eight dialects each, so that some are met again."""
+    counts = met.blocks("lake-words-seen", 0)
+    assert sum(counts.values()) == 12 * 8 and max(counts.values()) > 1
+    assert counts != met.blocks("lake-words-seen", 1)
+    arms = {"off": 0.0, "frozen": 0.4, "on": 1.0}
+    found = met.success_by_blocks([study_cell("complementary", 0, arms, "lake-words-seen")])
+    # The bank of the training is read: four of ten worlds, each told under its own number.
+    for blocks, rates in found.items():
+        worlds = [world for world in range(10) if counts[world] == blocks]
+        assert rates == [float(world < 4) for world in worlds]
+    assert sum(map(len, found.values())) == 10
 
 
 def test_an_ideal_memory_of_levers_has_the_success_of_counting() -> None:

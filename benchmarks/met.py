@@ -1,0 +1,77 @@
+"""Tell how success with the bank of the training depends on how often the training met a world.
+
+    python -m benchmarks.met [--environments lake-words-seen alfworld-homes-seen]
+        [--recipes complementary static-online grpo] [--results benchmarks/results/study]
+
+Reads the cells of `benchmarks.study`. The training's tasks are drawn by its seed alone, so they are
+drawn anew here. A block is ``env.visits`` training steps in a row that meet the same worlds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import study
+from benchmarks.study import ENVIRONMENTS, RESULTS, StudyCell
+from experiential.recipe import load_experiment
+from experiential.rollout import TaskSource, world_count
+
+MET = ("lake-words-seen", "alfworld-homes-seen")
+"""Environments whose evaluation plays worlds of the training."""
+
+
+def blocks(environment: str, seed: int) -> Counter[int]:
+    """Return in how many blocks of a training each world was met, by the world's number."""
+    base = study.base_of(environment, "grpo")
+    experiment = load_experiment(base, study.overrides_of(environment, "grpo", seed))
+    env, met = experiment.env, Counter[int]()
+    source = TaskSource(env, world_count(env.id, env.kwargs | env.train), seed)
+    for step in range(0, experiment.run.steps, env.visits):
+        met.update(task.options["world"] for task in source.tasks(step, experiment.actor.groups))
+    return met
+
+
+def success_by_blocks(cells: Sequence[StudyCell]) -> dict[int, list[float]]:
+    """Return success on later visits of each world and seed, by how many blocks met the world.
+
+    Args:
+        cells: of one environment and recipe.
+    """
+    found: dict[int, list[float]] = defaultdict(list)
+    for cell in cells:
+        met = blocks(cell.environment, cell.seed)
+        used = study.compared_arm(cell.environment, cell.arms)
+        played = next(one for one in cell.arms if one.arm == used)
+        for world, success in enumerate(played.later()):
+            found[met[world]].append(float(success))
+    return dict(sorted(found.items()))
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--environments", nargs="+", default=MET, choices=list(ENVIRONMENTS))
+    parser.add_argument("--recipes", nargs="+", default=["complementary", "static-online", "grpo"])
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    cells = study.read_cells(options.results)
+    body: list[list[str]] = []
+    for place in options.environments:
+        for recipe in options.recipes:
+            mine = [one for one in cells if (one.environment, one.recipe) == (place, recipe)]
+            body += [
+                [place, f"`{recipe}`", str(met), f"{100 * np.mean(rates):.0f} %", str(len(rates))]
+                for met, rates in success_by_blocks(mine).items()
+            ]
+    head = ["environment", "recipe", "blocks that met the world", "later visits", "worlds × seeds"]
+    study.say(study.markdown_table(head, body))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
