@@ -19,19 +19,18 @@ import numpy as np
 from benchmarks import study
 from benchmarks.study import ENVIRONMENTS, RESULTS, StudyCell
 from experiential.recipe import load_experiment
-from experiential.rollout import TaskSource, world_count
+from experiential.rollout import TaskSource
 
 MET = ("lake-words-seen", "alfworld-homes-seen")
 """Environments whose evaluation plays worlds of the training."""
 
 
-def blocks(environment: str, seed: int) -> Counter[int]:
-    """Return in how many blocks of a training each world was met, by the world's number."""
+def blocks(environment: str, seed: int, worlds: int) -> Counter[int]:
+    """Return in how many blocks of a training each of its worlds was met, by their numbers."""
     base = study.base_of(environment, "grpo")
     experiment = load_experiment(base, study.overrides_of(environment, "grpo", seed))
-    env, met = experiment.env, Counter[int]()
-    source = TaskSource(env, world_count(env.id, env.kwargs | env.train), seed)
-    for step in range(0, experiment.run.steps, env.visits):
+    source, met = TaskSource(experiment.env, worlds, seed), Counter[int]()
+    for step in range(0, experiment.run.steps, experiment.env.visits):
         met.update(task.options["world"] for task in source.tasks(step, experiment.actor.groups))
     return met
 
@@ -40,13 +39,13 @@ def success_by_blocks(cells: Sequence[StudyCell]) -> dict[int, list[float]]:
     """Return success on later visits of each world and seed, by how many blocks met the world.
 
     Args:
-        cells: of one environment and recipe.
+        cells: of one environment and recipe, whose evaluation plays every world of the training.
     """
     found: dict[int, list[float]] = defaultdict(list)
     for cell in cells:
-        met = blocks(cell.environment, cell.seed)
         used = study.compared_arm(cell.environment, cell.arms)
         played = next(one for one in cell.arms if one.arm == used)
+        met = blocks(cell.environment, cell.seed, len(played.outcomes))
         for world, success in enumerate(played.later()):
             found[met[world]].append(float(success))
     return dict(sorted(found.items()))

@@ -340,10 +340,10 @@ def test_the_aims_take_the_best_baseline_of_plain_vault_that_has_a_memory() -> N
 
 
 def test_success_is_told_apart_by_how_often_the_training_met_a_world() -> None:
-    """Twelve blocks of four steps meet eight dialects each, so that some are met again."""
-    counts = met.blocks("lake-words-seen", 0)
-    assert sum(counts.values()) == 12 * 8 and max(counts.values()) > 1
-    assert counts != met.blocks("lake-words-seen", 1)
+    """Twelve blocks of four steps meet eight dialects of ten each, no dialect twice in a block."""
+    counts = met.blocks("lake-words-seen", 0, 10)
+    assert sum(counts.values()) == 12 * 8 and max(counts.values()) <= 12
+    assert counts != met.blocks("lake-words-seen", 1, 10)
     arms = {"off": 0.0, "frozen": 0.4, "on": 1.0}
     found = met.success_by_blocks([study_cell("complementary", 0, arms, "lake-words-seen")])
     # The bank of the training is read: four of ten worlds, each told under its own number.
