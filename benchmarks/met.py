@@ -1,28 +1,32 @@
 """Tell how success with the bank of the training depends on how often the training met a world.
 
     python -m benchmarks.met [--environments lake-words-seen alfworld-homes-seen]
-        [--recipes complementary static-online grpo] [--results benchmarks/results/study]
+        [--recipes complementary static-online grpo] [--instances]
+        [--results benchmarks/results/study]
 
 Reads the cells of `benchmarks.study`. The training's tasks are drawn by its seed alone, so they are
 drawn anew here. A block is ``env.visits`` training steps in a row that meet the same worlds.
+``--instances`` makes the environments instead and tells, for each seed, how many worlds the
+training met, how often, and how many instances of the evaluation begin like one of them.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from benchmarks import study
 from benchmarks.study import ENVIRONMENTS, RESULTS, StudyCell
+from experiential.config import EnvSettings
+from experiential.evaluation.visits import held_out_task
 from experiential.recipe import load_experiment
-from experiential.rollout import TaskSource
-
-MET = ("lake-words-seen", "alfworld-homes-seen")
-"""Environments whose evaluation plays worlds of the training."""
+from experiential.rollout import Task, TaskSource, make_env
 
 
 def blocks(environment: str, seed: int, worlds: int) -> Counter[int]:
@@ -51,13 +55,54 @@ def success_by_blocks(cells: Sequence[StudyCell]) -> dict[int, list[float]]:
     return dict(sorted(found.items()))
 
 
+def instances(environment: str, seed: int) -> list[str]:
+    """Return a row: worlds met, visits to each, and instances of the evaluation that were met."""
+    overrides = study.overrides_of(environment, "grpo", seed)
+    final = [*overrides, *ENVIRONMENTS[environment].final]
+    experiment = load_experiment(study.base_of(environment, "grpo"), final)
+    env, played = experiment.env, experiment.eval
+    source = TaskSource(env, played.worlds, seed)
+    trained = [
+        task
+        for step in range(experiment.run.steps)
+        for task in source.tasks(step, experiment.actor.groups)
+    ]
+    evaluated = [
+        held_out_task(played.seed, world, visit, listed=True)
+        for visit in range(played.visits)
+        for world in range(played.worlds)
+    ]
+    begun = set(beginnings(env, env.train, trained))
+    again = sum(one in begun for one in beginnings(env, env.eval, evaluated))
+    met = Counter(task.options["world"] for task in trained)
+    visits = f"{len(trained) / len(met):.1f}"
+    return [environment, str(seed), f"{len(met)} of {played.worlds}", visits,
+            f"{again} of {len(evaluated)}"]  # fmt: skip
+
+
+def beginnings(
+    settings: EnvSettings, kwargs: dict[str, Any], tasks: Sequence[Task]
+) -> Iterator[tuple[int, str]]:
+    """Yield the world of each task and its first observation."""
+    with closing(make_env(settings, kwargs)) as env:
+        for task in tasks:
+            observation, _ = env.reset(seed=task.seed, options=dict(task.options))
+            yield task.options["world"], observation
+
+
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--environments", nargs="+", default=MET, choices=list(ENVIRONMENTS))
+    parser.add_argument("--environments", nargs="+", default=study.SEEN, choices=list(ENVIRONMENTS))
     parser.add_argument("--recipes", nargs="+", default=["complementary", "static-online", "grpo"])
+    parser.add_argument("--instances", action="store_true", help="compare instances instead")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
+    if options.instances:
+        head = ["environment", "seed", "worlds met", "visits to each", "instances that were met"]
+        seeds = [instances(place, seed) for place in options.environments for seed in range(3)]
+        study.say(study.markdown_table(head, seeds))
+        return 0
     cells = study.read_cells(options.results)
     body: list[list[str]] = []
     for place in options.environments:

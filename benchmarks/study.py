@@ -113,6 +113,8 @@ ABLATIONS = (
     *(name for name, (recipe, _) in VARIANTS.items() if recipe == "complementary"),
 )
 """Compared with ``complementary`` where it needs the bank of its training."""
+RETRIEVALS = ("static-online-recent",)
+"""Compared with ``static-online``: recipes that show other entries of an untrained extractor."""
 COMPLEMENTARY = ("complementary", "complementary-all-guided")
 """What others are compared with: the first of these that was played."""
 TRAINED = (
@@ -383,6 +385,8 @@ ENVIRONMENTS["frozen-lake-hidden"] = replace(
     training=(*ENVIRONMENTS["frozen-lake"].training, "env.feedback=hidden"),
     recipes=("grpo", "erl", "erl-no-memory", "erl-no-reflection"),
 )
+SEEN = ("lake-words-seen", "alfworld-homes-seen")
+"""Environments whose evaluation plays all worlds of the training, on other instances."""
 ALL = (
     "run.checkpoint_every=0", "run.minutes=null", "run.drain=true", "eval.seed=10000",
     "model.threads=1", "extractor.per_group=0",  # as in the paper
@@ -1113,11 +1117,12 @@ def orderings(cells: Sequence[StudyCell]) -> str:
 
 
 def ablations(cells: Sequence[StudyCell]) -> str:
-    """Lay out what ``complementary`` loses or gains by each change; empty where none was made."""
-    head = ["environment", "recipe", "arm", "success", "minus `complementary`, points", "seeds"]
+    """Lay out what a recipe loses or gains by each change to it; empty where none was made."""
+    head = ["environment", "recipe", "arm", "success", "unchanged", "minus it, points", "seeds"]
     body = [
-        [place, f"`{name}`", arm, show_percent(rate(mine)), *difference(mine, base)]
-        for place, name, arm, mine, _, base in beside_trained(cells, ABLATIONS, COMPLEMENTARY)
+        [place, f"`{name}`", arm, show_percent(rate(mine)), f"`{main}`", *difference(mine, base)]
+        for changed, whole in ((ABLATIONS, COMPLEMENTARY), (RETRIEVALS, ("static-online",)))
+        for place, name, arm, mine, main, base in beside_trained(cells, changed, whole)
     ]
     return f"## Ablations\n\n{markdown_table(head, body)}\n" if body else ""
 

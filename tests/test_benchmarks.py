@@ -31,6 +31,7 @@ from experiential.errors import ConfigError
 from experiential.evaluation.cell import Cell
 from experiential.evaluation.picture import Point
 from experiential.recipe import load_experiment
+from experiential.rollout import TaskSource
 from experiential.training.checkpoint import CheckpointStore
 from experiential.types import Add, Distillation, ParsedOperations, Trajectory
 
@@ -258,8 +259,11 @@ def test_the_study_subtracts_the_whole_recipe_from_each_ablation_in_the_compared
     shown = study.ablations(cells)
     row = "| vault-law-note | `complementary-pooled` | frozen | 50 % ["
     assert row in shown
-    assert "| -30 [" in shown
+    assert "| `complementary` | -30 [" in shown
     assert "static-online" not in shown
+    last = [study_cell("static-online-recent", seed, {"frozen": 0.1}, "vault-law-note")
+            for seed in (0, 1)]  # fmt: skip
+    assert "| `static-online` | -10 [" in study.ablations([*cells, *last])
     assert study.ablations(cells[:2]) == ""
     assert study.recipe_of("complementary-no-kl") == ("complementary", ("extractor.kl=0.0",))
 
@@ -351,6 +355,19 @@ def test_success_is_told_apart_by_how_often_the_training_met_a_world() -> None:
         worlds = [world for world in range(10) if counts[world] == blocks]
         assert rates == [float(world < 4) for world in worlds]
     assert sum(map(len, found.values())) == 10
+
+
+def test_instances_of_the_evaluation_are_compared_with_those_of_the_training() -> None:
+    """With the training's own tasks as evaluation each one begins like one that was met."""
+    row = met.instances("lake-words-seen", 0)
+    assert row == ["lake-words-seen", "0", "38 of 40", "10.1", "0 of 160"]
+    experiment = load_experiment("grpo", study.overrides_of("lake-words-seen", "grpo", 0))
+    tasks = TaskSource(experiment.env, 40, 0).tasks(0, 4)
+    first, again = (
+        list(met.beginnings(experiment.env, kwargs, tasks))
+        for kwargs in (experiment.env.train, experiment.env.eval)
+    )
+    assert first == again and len(set(first)) == 4
 
 
 def test_an_ideal_memory_of_levers_has_the_success_of_counting() -> None:
