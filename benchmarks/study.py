@@ -376,7 +376,7 @@ ENVIRONMENTS["alfworld-scenes"] = replace(
         "env.kwargs.turns=12", "env.max_turns=12",
     ),
     final=("eval.worlds=23", "eval.visits=4"),
-    recipes=("grpo", "static-online", "complementary", "template", "history"),
+    recipes=("grpo", "static-online", "complementary", "template", "history", "erl"),
     chance=0.0,  # of 400 episodes of random moves, without the games at hand
 )  # fmt: skip
 # Above, the comment on each move is in every observation; here neither method reads it.
