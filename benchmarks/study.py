@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import csv
+import hashlib
 import json
 import os
 import shutil
@@ -55,6 +56,7 @@ from experiential.evaluation.page import show_percent, show_points
 from experiential.evaluation.picture import Point, evaluation_curve, mean_curve
 from experiential.evaluation.results import ResultStore
 from experiential.evaluation.visits import later
+from experiential.llm.models import resolve_model
 from experiential.recipe import load_experiment
 from experiential.rollout import make_env, world_facts
 from experiential.training.checkpoint import CheckpointStore
@@ -430,6 +432,8 @@ class StudyCell(Record):
             included; one figure where they share weights.
         curve: success on later visits while training, by arm.
         arms: a cell for each arm that could be played at the end.
+        weights: digest of the weights that its environment begins with; None in cells made before
+            this was recorded, and of a model from a hub.
     """
 
     environment: str
@@ -444,6 +448,7 @@ class StudyCell(Record):
     tokens: dict[str, int]
     curve: dict[str, tuple[Point, ...]]
     arms: tuple[Cell, ...]
+    weights: str | None = None
 
 
 # One cell
@@ -480,6 +485,7 @@ def play_cell(
     """
     overrides = [*overrides_of(environment, recipe, seed), *more]
     base = base_of(environment, recipe)
+    named = load_experiment(base, overrides)
     begun = cold_start(environment, recipe, overrides, seed, scratch, more)
     experiment = load_experiment(base, [*overrides, *begun])
     begin = time.perf_counter()
@@ -503,7 +509,7 @@ def play_cell(
             recipe=recipe,
             seed=seed,
             commit=commit(),
-            settings=settings_digest(load_experiment(base, overrides), seed=False),
+            settings=settings_digest(named, seed=False),
             overrides=tuple(overrides),
             steps=summary["steps"],
             episodes=sum(
@@ -524,6 +530,7 @@ def play_cell(
                     scratch,
                 )
             ),
+            weights=weights_digest(str(named.model.name)),
         )
 
 
@@ -618,6 +625,16 @@ def final_cells(
                 "recipe": recipe,
             }
         )
+
+
+def weights_digest(model: str) -> str | None:
+    """Return a digest of a model's weights; None of one from a hub."""
+    files = sorted(Path(resolve_model(model)).glob("*.safetensors"))
+    total = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            total.update(hashlib.file_digest(file, "sha256").digest())
+    return total.hexdigest()[:16] if files else None
 
 
 def commit() -> str:
@@ -1281,7 +1298,16 @@ def mixed_settings(cells: Sequence[StudyCell]) -> Iterator[str]:
 
     Overrides that only some cells have change what is compared, unless they state what was the
     default before. Where overrides are equal, later code had further settings or other defaults.
+    A model that was made anew, e.g. by `make homes-model` on another machine, has other weights.
     """
+    for environment in dict.fromkeys(cell.environment for cell in cells):
+        begun: dict[str, list[str]] = {}
+        for cell in cells:
+            if cell.environment == environment and cell.weights is not None:
+                begun.setdefault(cell.weights, []).append(f"{cell.recipe}-{cell.seed}")
+        if len(begun) > 1:
+            told = "; ".join(f"{weights}: {', '.join(names)}" for weights, names in begun.items())
+            yield f"the cells of {environment} begin with different weights ({told})"
     for environment, recipe in dict.fromkeys((cell.environment, cell.recipe) for cell in cells):
         mine = [cell for cell in cells if (cell.environment, cell.recipe) == (environment, recipe)]
         if len({cell.settings for cell in mine}) == 1:

@@ -207,6 +207,25 @@ def test_the_study_writes_tables_and_a_picture(
     changed = other.model_copy(update={"overrides": ("seed=2", "run.steps=9")})
     (told,) = study.mixed_settings([study_cell("grpo", 1, {"off": 0.4}), changed])
     assert told.startswith("the cells of vault/grpo were made with different settings (run.steps=9")
+    first, second = (
+        study_cell("grpo", seed, {"off": 0.4}).model_copy(update={"weights": weights})
+        for seed, weights in ((0, "1f"), (1, "2e"))
+    )
+    (told,) = study.mixed_settings([first, second, study_cell("grpo", 2, {"off": 0.4})])
+    assert told == "the cells of vault begin with different weights (1f: grpo-0; 2e: grpo-1)"
+
+
+def test_a_cells_weights_are_told_apart_by_their_bytes(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"some weights")
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    known = study.weights_digest(str(tmp_path))
+    config.write_text('{"transformers_version": "later"}')
+    assert study.weights_digest(str(tmp_path)) == known
+    weights.write_bytes(b"some weightt")
+    assert study.weights_digest(str(tmp_path)) != known
+    assert study.weights_digest("nobody/a-hub-name") is None
 
 
 def found_verdicts(shares: dict[str, dict[str, float]], chance: float = 0.0) -> dict[Any, Any]:
@@ -455,6 +474,7 @@ def test_a_cell_of_the_study_trains_and_plays_every_arm(
         len(arm.outcomes) == 3 and len(arm.outcomes[0]) == 2 and arm.seed == 3 for arm in cell.arms
     )
     assert (cell.steps, cell.episodes, cell.tokens.keys()) == (1, 8, {"actor", "extractor"})
+    assert cell.weights == study.weights_digest("tiny")
     assert [(point.step, point.episodes) for point in cell.curve["on"]] == [(0, 0), (1, 8)]
     assert study.cell_path(tmp_path, "vault", "complementary", 3).stat().st_size < 6000
 
