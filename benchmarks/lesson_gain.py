@@ -13,7 +13,9 @@ Baselines are ``template``, a fixed sentence about each play with its last answe
 ``transcript``, the play itself. ``--rule`` adds the lessons of an extractor that knows the game,
 named as in the setting ``extractor.agent``: the most that this actor can be given.
 
-Results of other environments in the file stay.
+What was measured of each run is kept beside the results, in ``lesson_gain/NAME/SEED.json``, so
+that runs can be measured one by one, and again at further temperatures: the results are of all
+that is there. Results of other environments stay.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -35,12 +37,28 @@ from experiential.agents.extractor import open_extractor
 from experiential.agents.prompts import experience_block
 from experiential.bank.extractor import Extractor
 from experiential.evaluation.intervals import GAIN, RATE, clustered_mean
+from experiential.evaluation.results import ResultStore
 from experiential.rollout import Job, Rollout, Task, episode_seed
-from experiential.types import Add, Condition, Trajectory
+from experiential.types import Add, Condition, Record, Trajectory
 
 WRITERS = ("untrained", "trained")
 BASELINES = ("template", "transcript")
 _PLAYS, _TESTS, _SAMPLING = 91, 92, 93  # streams of seeds
+
+
+class Measured(Record):
+    """Hold what a run's actor made of the lessons of each writer.
+
+    Attributes:
+        seed: of the run.
+        settings: plays of each world, and layouts on which each lesson was tried.
+        success: by world, of each writer (``untrained 0.3``: at temperature 0.3), and without a
+            lesson (``none``).
+    """
+
+    seed: int
+    settings: dict[str, int]
+    success: dict[str, tuple[float, ...]]
 
 
 async def plays(rollout: Rollout, worlds: Sequence[int], count: int) -> list[Trajectory]:
@@ -99,8 +117,8 @@ async def measure(
     layouts: int,
     temperatures: Sequence[float],
     rule: str | None = None,
-) -> dict[str, np.ndarray]:
-    """Return the success by world of a run's actor: without a lesson, and per writer of it."""
+) -> Measured:
+    """Measure the success of a run's actor without a lesson and with those of each writer."""
     others = {name: name for name in BASELINES} | ({} if rule is None else {"rule": rule})
     async with finished(run) as final:
         settings = final.experiment.env
@@ -120,16 +138,53 @@ async def measure(
                 told = await lessons(final.distiller(temperature), played)
                 found[f"{writer} {temperature:g}"] = await success(rollout, worlds, told, layouts)
         rollout.close()
-    return found
+    return Measured(
+        seed=final.experiment.seed,
+        settings={"plays": count, "layouts": layouts},
+        success={name: tuple(rates.round(6).tolist()) for name, rates in found.items()},
+    )
 
 
-def summary(
-    tables: Sequence[dict[str, np.ndarray]], temperatures: Sequence[float]
-) -> dict[str, Any]:
-    """Return success and gain with intervals over runs and worlds."""
-    rates = {name: np.array([table[name] for table in tables]) for name in tables[0]}
+def store(results: Path, name: str) -> ResultStore[Measured]:
+    """Return the store of what was measured of each run of an environment."""
+    return ResultStore(
+        results.with_suffix("") / name,
+        Measured,
+        about="lessons of a run",
+        remedy="remove it, or give another --name",
+        indent=None,
+    )
+
+
+def remember(runs: ResultStore[Measured], found: Measured) -> None:
+    """Store what was measured of a run, beside what was measured of it before.
+
+    A run whose actor plays otherwise without a lesson is another one, and replaces its seed's.
+
+    Raises:
+        ConfigError: the run was measured with another number of plays or layouts.
+    """
+    before = runs.find(str(found.seed), found.settings)
+    if before is not None and before.success["none"] == found.success["none"]:
+        found = found.model_copy(update={"success": before.success | found.success})
+    runs.keep(str(found.seed), found)
+
+
+def summary(runs: Iterable[Measured]) -> dict[str, Any]:
+    """Return success and gain with intervals over runs and worlds, of what all runs have."""
+    measured = sorted(runs, key=lambda run: run.seed)
+    rates = {
+        name: np.array([run.success[name] for run in measured])
+        for name in measured[0].success
+        if all(name in run.success for run in measured)
+    }
+    temperatures = sorted(
+        float(writer.split()[1]) for writer in rates if writer.startswith("untrained ")
+    )
     told: dict[str, Any] = {
-        "runs": len(tables),
+        **measured[0].settings,
+        "runs": len(measured),
+        "seeds": [run.seed for run in measured],
         "success": {
             name: clustered_mean(table, bounds=RATE).model_dump() for name, table in rates.items()
         },
@@ -167,16 +222,12 @@ def main() -> None:
     parser.add_argument("--name", default="lake-words-drafts", help="of the environment")
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/lesson_gain.json"))
     options = parser.parse_args()
-    tables = [
-        asyncio.run(
-            measure(run, options.plays, options.layouts, options.temperatures, options.rule)
-        )
-        for run in options.runs
-    ]
-    found = summary(tables, options.temperatures)
-    found |= {"plays": options.plays, "layouts": options.layouts}
+    runs = store(options.results, options.name)
+    for run in options.runs:
+        found = measure(run, options.plays, options.layouts, options.temperatures, options.rule)
+        remember(runs, asyncio.run(found))
     known = json.loads(options.results.read_text("utf-8")) if options.results.exists() else {}
-    keep(known | {options.name: found}, options.results)
+    keep(known | {options.name: summary(runs.all())}, options.results)
 
 
 if __name__ == "__main__":

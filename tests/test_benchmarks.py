@@ -491,19 +491,42 @@ def test_a_cell_begins_with_an_actor_that_was_trained_to_read(tmp_path: Path) ->
     assert {arm.arm for arm in cell.arms} == {"off", "on", "frozen", "shuffled", "placebo"}
     # One step is too short for an update, so the same extractor writes twice.
     rule = "benchmarks.earned_rules:lake"
-    rates = asyncio.run(lesson_gain.measure(folder / "run", 1, 2, [0.6], rule))
-    assert {"template", "transcript", "rule"} < rates.keys()
-    assert rates["none"].shape == (40,) and set(np.unique(rates["none"])) <= {0.0, 0.5, 1.0}
-    assert (rates["untrained 0.6"] == rates["trained 0.6"]).all()
+    found = asyncio.run(lesson_gain.measure(folder / "run", 1, 2, [0.6], rule))
+    assert (found.seed, found.settings) == (0, {"plays": 1, "layouts": 2})
+    assert {"template", "transcript", "rule"} < found.success.keys()
+    assert len(found.success["none"]) == 40 and set(found.success["none"]) <= {0.0, 0.5, 1.0}
+    assert found.success["untrained 0.6"] == found.success["trained 0.6"]
+
+
+def measured(seed: int, success: dict[str, tuple[float, ...]]) -> lesson_gain.Measured:
+    return lesson_gain.Measured(seed=seed, settings={"plays": 5, "layouts": 6}, success=success)
+
+
+def test_runs_are_measured_one_by_one_and_at_further_temperatures(tmp_path: Path) -> None:
+    runs = lesson_gain.store(tmp_path / "lesson_gain.json", "lakes")
+    lesson_gain.remember(runs, measured(0, {"none": (0.0, 0.5), "trained 0.3": (1.0, 1.0)}))
+    lesson_gain.remember(runs, measured(1, {"none": (0.5, 0.5), "trained 0.3": (0.5, 1.0)}))
+    lesson_gain.remember(runs, measured(0, {"none": (0.0, 0.5), "trained 0.6": (0.5, 0.5)}))
+    assert [run.success.keys() for run in runs.all()] == [
+        {"none", "trained 0.3", "trained 0.6"},
+        {"none", "trained 0.3"},
+    ]
+    # Another actor without a lesson: the run was made anew, and its older figures are not its own.
+    lesson_gain.remember(runs, measured(0, {"none": (0.5, 0.0), "trained 0.6": (0.0, 0.5)}))
+    assert [run.success.keys() for run in runs.all()][0] == {"none", "trained 0.6"}
+    other = measured(0, {"none": (0.5, 0.0)}).model_copy(
+        update={"settings": {"plays": 2, "layouts": 3}}
+    )
+    with pytest.raises(ConfigError, match="layouts 6 and not 3"):
+        lesson_gain.remember(runs, other)
 
 
 def test_the_gain_of_lessons_is_over_the_same_and_over_the_best_temperature() -> None:
-    rates = {"none": [0.0, 0.0], "untrained 0.3": [0.5, 1.0], "untrained 0.6": [0.0, 0.5]}
-    rates |= {"trained 0.3": [0.5, 1.0], "trained 0.6": [1.0, 1.0], "template": [0.5, 0.0]}
-    rates |= {"transcript": [0.0, 0.0]}
-    found = lesson_gain.summary(
-        [{name: np.array(row) for name, row in rates.items()}] * 2, [0.3, 0.6]
-    )
+    rates = {"none": (0.0, 0.0), "untrained 0.3": (0.5, 1.0), "untrained 0.6": (0.0, 0.5)}
+    rates |= {"trained 0.3": (0.5, 1.0), "trained 0.6": (1.0, 1.0), "template": (0.5, 0.0)}
+    rates |= {"transcript": (0.0, 0.0)}
+    found = lesson_gain.summary(measured(seed, rates) for seed in (1, 0))
+    assert found["seeds"] == [0, 1]
     assert found["runs"] == 2 and found["success"]["untrained 0.3"]["mean"] == 0.75
     assert found["success of each run"]["trained 0.6"] == [1.0, 1.0]
     gains = found["trained minus untrained"]
