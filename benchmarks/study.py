@@ -483,6 +483,7 @@ def play_cell(
         scratch: an empty folder.
         more: settings changed for all runs of the study, to try it small.
     """
+    code = commit()  # before it can change under a run of hours
     overrides = [*overrides_of(environment, recipe, seed), *more]
     base = base_of(environment, recipe)
     named = load_experiment(base, overrides)
@@ -508,7 +509,7 @@ def play_cell(
             environment=environment,
             recipe=recipe,
             seed=seed,
-            commit=commit(),
+            commit=code,
             settings=settings_digest(named, seed=False),
             overrides=tuple(overrides),
             steps=summary["steps"],
