@@ -1145,6 +1145,24 @@ def ablations(cells: Sequence[StudyCell]) -> str:
     return f"## Ablations\n\n{markdown_table(head, body)}\n" if body else ""
 
 
+def by_seed(cells: Sequence[StudyCell]) -> str:
+    """Lay out success of each recipe as it is used, by visit and by training seed."""
+    head = ["environment", "recipe", "arm", "by visit, percent", "later visits", "each seed"]
+    body: list[list[str]] = []
+    for place, name in dict.fromkeys((cell.environment, cell.recipe) for cell in cells):
+        made = [
+            one
+            for cell in sorted(cells, key=lambda cell: cell.seed)
+            if (cell.environment, cell.recipe) == (place, name)
+            for one in cell.arms
+        ]
+        arm = compared_arm(place, made)
+        mine = [one for one in made if one.arm == arm]
+        each = ", ".join(f"{100 * one.later().mean():.0f}" for one in mine)
+        body.append([place, f"`{name}`", arm, visits(mine), show_percent(rate(mine)), each])
+    return f"## By visit and by seed\n\n{markdown_table(head, body)}\n"
+
+
 def writers(cells: Sequence[StudyCell]) -> str:
     """Lay out what trained extractors have over recipes whose entries somebody else writes."""
     head = ["environment", "recipe", "arm", "by visit, percent", "later visits"]
@@ -1285,7 +1303,7 @@ def table(results: Path) -> None:
         writer = csv.DictWriter(file, list(found[0]))
         writer.writeheader()
         writer.writerows(found)
-    parts = markdown(found), orderings(cells), ablations(cells), writers(cells)
+    parts = markdown(found), orderings(cells), ablations(cells), writers(cells), by_seed(cells)
     text = "\n".join(filter(None, parts))
     (results / "table.md").write_text(text, encoding="utf-8")
     plot(cells, results / "curves.png")

@@ -194,6 +194,8 @@ def test_the_study_writes_tables_and_a_picture(
         and "| 64 (2 of 2) | – (0 of 2) |" in text
         and "+40 [" in text
     )
+    assert "| vault | `grpo` | off | 0, 40 | 40 % [" in text
+    assert "] | 40, 40 |" in text, "of each seed"
     assert (finished / "table.csv").read_text().count("\n") == 3
     assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "note:" not in capsys.readouterr().out
