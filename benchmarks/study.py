@@ -1317,7 +1317,7 @@ def mixed_settings(cells: Sequence[StudyCell]) -> Iterator[str]:
 
     Overrides that only some cells have change what is compared, unless they state what was the
     default before. Where overrides are equal, later code had further settings or other defaults.
-    A model that was made anew, e.g. by `make homes-model` on another machine, has other weights.
+    A model that was made anew, e.g. by `make homes-model` elsewhere, may have other weights.
     """
     for environment in dict.fromkeys(cell.environment for cell in cells):
         begun: dict[str, list[str]] = {}
