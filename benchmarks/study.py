@@ -1308,11 +1308,11 @@ def table(results: Path) -> None:
     (results / "table.md").write_text(text, encoding="utf-8")
     plot(cells, results / "curves.png")
     say(text)
-    for note in mixed_settings(cells):
+    for note in mixed_cells(cells):
         say(f"note: {note}")
 
 
-def mixed_settings(cells: Sequence[StudyCell]) -> Iterator[str]:
+def mixed_cells(cells: Sequence[StudyCell]) -> Iterator[str]:
     """Name the recipes whose cells are not of one kind, by what differs.
 
     Overrides that only some cells have change what is compared, unless they state what was the

@@ -207,13 +207,13 @@ def test_the_study_writes_tables_and_a_picture(
         in capsys.readouterr().out
     )
     changed = other.model_copy(update={"overrides": ("seed=2", "run.steps=9")})
-    (told,) = study.mixed_settings([study_cell("grpo", 1, {"off": 0.4}), changed])
+    (told,) = study.mixed_cells([study_cell("grpo", 1, {"off": 0.4}), changed])
     assert told.startswith("the cells of vault/grpo were made with different settings (run.steps=9")
     first, second = (
         study_cell("grpo", seed, {"off": 0.4}).model_copy(update={"weights": weights})
         for seed, weights in ((0, "1f"), (1, "2e"))
     )
-    (told,) = study.mixed_settings([first, second, study_cell("grpo", 2, {"off": 0.4})])
+    (told,) = study.mixed_cells([first, second, study_cell("grpo", 2, {"off": 0.4})])
     assert told == "the cells of vault begin with different weights (1f: grpo-0; 2e: grpo-1)"
 
 
