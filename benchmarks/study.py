@@ -332,6 +332,17 @@ ENVIRONMENTS["vault-law-smollm2"] = Setup(
     arm="frozen",
     profile="small",
 )  # fmt: skip
+# Vault without a clerk, for that model: its recipe on Vault, and the entry written last.
+ENVIRONMENTS["vault-blind-smollm2"] = replace(
+    ENVIRONMENTS["vault-smollm2"],
+    training=(
+        *ENVIRONMENTS["vault-smollm2"].training, "env.kwargs.note=false", "env.visits=4",
+        "bank.retrieval.strategy=recent", "bank.retrieval.floor=-1.0",
+        "bank.options.retrieval.same_task=true",
+    ),
+    curve=("eval.every=8", "eval.worlds=20", "eval.visits=4", "eval.temperature=1.0"),
+    final=("eval.worlds=40", "eval.visits=6"),
+)  # fmt: skip
 # Households of ALFWorld, in which a kind of object is always kept in one place, for that model.
 ENVIRONMENTS["alfworld-homes"] = Setup(
     training=(
