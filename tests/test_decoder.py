@@ -17,8 +17,18 @@ from experiential.llm.states import PrefixCache
 from tests.llm_tiny import tiny_random_llama
 
 peft: Any = pytest.importorskip("peft")
-PROMPTS = [torch.randint(3, 384, (n,)).numpy() for n in (100, 40, 40)]
-TURN = torch.randint(3, 384, (5,)).numpy()
+DRAW = torch.Generator().manual_seed(0)
+PROMPTS = [torch.randint(3, 384, (n,), generator=DRAW).numpy() for n in (100, 40, 40)]
+TURN = torch.randint(3, 384, (5,), generator=DRAW).numpy()
+
+
+def llama() -> Any:
+    """A model whose norms differ from one another, as in trained ones; equal at each call."""
+    model, draw = tiny_random_llama(), torch.Generator().manual_seed(0)
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(weight, 0.5, 1.5, generator=draw)
+    return model
 
 
 def forward_of(model: Any) -> ForwardPass:
@@ -79,18 +89,18 @@ def trained_norm(model: Any) -> Any:
     ],
 )
 def test_logits_are_those_of_the_model_with_whatever_adapters_it_has(change: Any, fast: bool):
-    model = change(tiny_random_llama())
-    forward = forward_of(model)
-    assert torch.allclose(logits_of(forward), expected_of(model), atol=1e-4)
+    model = change(llama())
+    forward = forward_of(model)  # adapters this large amplify rounding, to 4e-4 in 25 draws
+    assert torch.allclose(logits_of(forward), expected_of(model), atol=2e-3)
     assert (forward._decoder is not None) == fast
 
 
 def test_adapters_can_be_switched_off_and_weights_change_between_two_forwards():
-    model = lora(tiny_random_llama())
+    model = lora(llama())
     forward = forward_of(model)
     before = logits_of(forward)
     with model.disable_adapter():
-        assert torch.allclose(logits_of(forward), expected_of(tiny_random_llama()), atol=1e-4)
+        assert torch.allclose(logits_of(forward), expected_of(llama()), atol=1e-4)
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(1.1)
@@ -103,7 +113,7 @@ def test_adapters_can_be_switched_off_and_weights_change_between_two_forwards():
 def test_a_model_that_computes_something_else_does_so_itself(
     how: str, monkeypatch: pytest.MonkeyPatch
 ):
-    model = tiny_random_llama()
+    model = llama()
     layer = model.model.layers[1].mlp
     usual = modeling_llama.LlamaMLP.forward
     if how == "hook":
@@ -122,7 +132,7 @@ def test_products_in_float32_are_nearer_to_the_exact_ones(
     options: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ):
     """Where they are faster than those in bfloat16, prompts are computed in float32."""
-    model = tiny_random_llama().to(torch.bfloat16)
+    model = llama().to(torch.bfloat16)
     model = model if options is None else lora(model, lora_alpha=1, **options)
     exact = expected_of(deepcopy(model).float())
     errors: dict[bool, Tensor] = {}
