@@ -7,9 +7,11 @@
 `prompts` tries each sentence of `PROMPTS` as system message of the untrained tiny actor, with four
 memories, on split ``dev``, and keeps all figures. `run` then plays on the worlds, visits and seeds
 of the study: chance, the untrained actor with the shipped prompt and with the prompt that was best
-on dev for each memory, actors trained by GRPO with the same memories, and the recipes ``history``
-and ``template``. Trained runs are kept in ``--runs`` and not trained again; a finished row is not
-played again. Both write `RESULTS`, which `python -m benchmarks.study table` reads.
+on dev for each memory, and actors trained by GRPO without a memory that are then given one. Actors
+trained with transcripts or a fixed sentence are recipes of the study. Trained runs are kept in
+``--runs`` and not trained again; a finished row is not played again. Both write `RESULTS`, which
+`python -m benchmarks.study table` reads; `table` subtracts each row from the study's
+``complementary``.
 """
 
 from __future__ import annotations
@@ -27,14 +29,15 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.study import ALL
+from benchmarks import study
+from benchmarks.study import ALL, StudyCell
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.index.embed import resolve_embedder
 from experiential.config import Arm
 from experiential.errors import ConfigError
 from experiential.evaluation.cell import cell_store, settings_digest
-from experiential.evaluation.intervals import RATE, Interval, clustered_mean
-from experiential.evaluation.page import show_percent
+from experiential.evaluation.intervals import RATE, Interval, clustered_mean, unpaired_difference
+from experiential.evaluation.page import show_percent, show_points
 from experiential.evaluation.visits import VisitEvaluator, later
 from experiential.llm.transformers import TransformersLLM
 from experiential.recipe import load_experiment
@@ -111,8 +114,6 @@ ROWS = (
     Row("untrained, best prompt, rule", "static-online", ("on",), prompt=True, rule=True),
     Row("grpo", "grpo", ("off", *HISTORIES, "template", "best-of-4"), steps=48),
     Row("grpo, best prompt", "grpo", ("history-1", "template"), steps=48, prompt=True),
-    Row("history", "history", ("off", "on"), steps=48),
-    Row("template", "template", ("off", "on"), steps=48),
 )
 
 
@@ -226,16 +227,33 @@ def run_rows(report: dict[str, Any], runs: Path, seeds: int, names: Sequence[str
                     print(row.name, arm, seed, f"{rate([outcomes]).mean:.3f}", flush=True)
 
 
-def markdown(report: dict[str, Any]) -> str:
-    """Lay out success on later visits: of each baseline on eval, then of each prompt on dev."""
+def markdown(report: dict[str, Any], cells: Sequence[StudyCell] = ()) -> str:
+    """Lay out success on later visits: of each baseline on eval, then of each prompt on dev.
+
+    Args:
+        report: outcomes and prompts.
+        cells: of the study; each baseline is subtracted from their ``complementary`` on Vault.
+    """
+    pairs = [c for c in cells if (c.environment, c.recipe) == ("vault", "complementary")]
+    trained = np.array([arm.later() for cell in pairs for arm in cell.arms if arm.arm == "on"])
     rows = report["rows"]
-    lines = ["| Actor | arm | training episodes | seeds | later visits |", "|---" * 5 + "|"]
+    head = (
+        "Actor",
+        "arm",
+        "training episodes",
+        "seeds",
+        "later visits",
+        "`complementary` minus it",
+    )
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name, arm in dict.fromkeys((row["name"], row["arm"]) for row in rows):
         mine = [row for row in rows if (row["name"], row["arm"]) == (name, arm)]
         tables = [[[int(digit) for digit in world] for world in row["outcomes"]] for row in mine]
         named = f"{name} ({mine[0]['prompt']!r})" if mine[0]["prompt"] else name
-        cells = (f"{mine[0]['training_episodes']:,}", str(len(mine)), show_percent(rate(tables)))
-        lines.append(f"| {named} | `{arm}` | {' | '.join(cells)} |")
+        found = (f"{mine[0]['training_episodes']:,}", str(len(mine)), show_percent(rate(tables)))
+        later_visits = np.array([later(table) for table in tables])
+        over = show_points(unpaired_difference(trained, later_visits)) if trained.size else "–"
+        lines.append(f"| {named} | `{arm}` | {' | '.join(found)} | {over} |")
     lines += ["", f"| System message, dev | {' | '.join(MEMORIES)} |", "|---" * 5 + "|"]
     for row in report["prompts"]:
         rates = (f"{100 * row[arm][0]:.0f} %" for arm in MEMORIES)
@@ -262,7 +280,7 @@ def main() -> None:
     options = parser.parse_args()
     report = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
     if options.command == "table":
-        print(markdown(report))
+        print(markdown(report, study.read_cells(study.RESULTS)))
     elif options.command == "prompts":
         asyncio.run(try_prompts(report))
     else:

@@ -165,6 +165,7 @@ ENVIRONMENTS = {
         training=("run.steps=48",),
         curve=("eval.every=16", "eval.worlds=20", "eval.visits=3"),
         final=("eval.worlds=40", "eval.visits=4"),
+        recipes=(*RECIPES, "history", "template"),
     ),
     "vault-law": Setup(
         training=(
@@ -889,7 +890,7 @@ def rows(
         beside = (environment, *ENVIRONMENTS[environment].beside)
         all_there = [cell for cell in cells if cell.environment in beside]
         base = [arm for cell in all_there if cell.recipe == RECIPES[0] for arm in cell.arms]
-        rivals = {} if environment in (known or {}) else trained_baselines(all_there)
+        rivals = trained_baselines(all_there)
         for recipe in card.recipes:
             played = [cell for cell in mine if cell.recipe == recipe.recipe]
             row = _row(recipe, played, base) | {"chance": round(blind, 4)}

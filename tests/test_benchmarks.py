@@ -156,6 +156,10 @@ def test_the_study_compares_with_the_best_baseline_on_as_many_worlds(
     assert complementary["minus_best_baseline"] == pytest.approx(0.3)  # .8 with one
     low, high = (complementary[f"minus_best_baseline_{end}"] for end in ("low", "high"))
     assert low < 0.3 < high
+    beside = [study_cell("history", seed, {"off": 0.1, "on": 0.7}) for seed in (0, 1)]
+    complementary = study.rows([*cells, *beside], {"vault": study.baselines(file)})[1]
+    assert complementary["best_baseline"] == "history, on (vault)"
+    assert complementary["minus_best_baseline"] == pytest.approx(0.1)
     assert study.baselines(tmp_path / "none.json") == {}
     assert study.rows(cells)[0]["best_baseline"] is None
 
@@ -708,12 +712,15 @@ def test_the_best_prompt_of_a_memory_is_chosen_and_every_figure_is_shown() -> No
         {"prompt": "b", "off": [0.2], "history-1": [0.4], "template": [0.5], "on": [0.1]},
     ]
     row = {"name": "grpo", "arm": "history-1", "training_episodes": 3072, "prompt": None}
-    played = [row | {"outcomes": ["011", "000"]}, row | {"outcomes": ["010", "100"]}]
+    tables = ["011", "000"] * 5, ["010", "100"] * 5
+    played = [row | {"outcomes": outcomes} for outcomes in tables]
     report: dict[str, Any] = {"prompts": tried, "rows": played}
     arms: tuple[Arm, ...] = ("history-1", "template", "on")
     assert [baselines.best_prompt(report, arm) for arm in arms] == ["b", "a", "a"]
-    text = baselines.markdown(report)
-    assert "| grpo | `history-1` | 3,072 | 2 | 38 % [" in text  # (1 + 0 + .5 + 0) / 4
+    text = baselines.markdown(report, [study_cell("complementary", 0, {"off": 0.1, "on": 0.5})])
+    (line,) = (one for one in text.splitlines() if one.startswith("| grpo | `history-1` |"))
+    assert line.startswith("| grpo | `history-1` | 3,072 | 2 | 38 % [")  # (1 + 0 + .5 + 0) / 4
+    assert "| +12 [" in line
     assert "| b | 20 % | 40 % | 50 % | 10 % |" in text
 
 
