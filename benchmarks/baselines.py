@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import study
+from benchmarks.aims import Study
 from benchmarks.study import ALL, StudyCell
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.index.embed import resolve_embedder
@@ -234,25 +235,18 @@ def markdown(report: dict[str, Any], cells: Sequence[StudyCell] = ()) -> str:
         report: outcomes and prompts.
         cells: of the study; each baseline is subtracted from their ``complementary`` on Vault.
     """
-    pairs = [c for c in cells if (c.environment, c.recipe) == ("vault", "complementary")]
-    trained = np.array([arm.later() for cell in pairs for arm in cell.arms if arm.arm == "on"])
+    pairs = Study(cells).arm("vault", "complementary", "on")
+    trained = np.array([cell.later() for cell in pairs])
     rows = report["rows"]
-    head = (
-        "Actor",
-        "arm",
-        "training episodes",
-        "seeds",
-        "later visits",
-        "`complementary` minus it",
-    )
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    head = "| Actor | arm | training episodes | seeds | later visits | `complementary` minus it |"
+    lines = [head, "|---" * 6 + "|"]
     for name, arm in dict.fromkeys((row["name"], row["arm"]) for row in rows):
         mine = [row for row in rows if (row["name"], row["arm"]) == (name, arm)]
         tables = [[[int(digit) for digit in world] for world in row["outcomes"]] for row in mine]
         named = f"{name} ({mine[0]['prompt']!r})" if mine[0]["prompt"] else name
         found = (f"{mine[0]['training_episodes']:,}", str(len(mine)), show_percent(rate(tables)))
-        later_visits = np.array([later(table) for table in tables])
-        over = show_points(unpaired_difference(trained, later_visits)) if trained.size else "–"
+        rates = np.array([later(table) for table in tables])
+        over = show_points(unpaired_difference(trained, rates)) if trained.size else "–"
         lines.append(f"| {named} | `{arm}` | {' | '.join(found)} | {over} |")
     lines += ["", f"| System message, dev | {' | '.join(MEMORIES)} |", "|---" * 5 + "|"]
     for row in report["prompts"]:

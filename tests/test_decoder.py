@@ -82,7 +82,7 @@ def trained_norm(model: Any) -> Any:
         (lambda model: model, True),
         (lora, True),
         (lambda model: lora(model, use_dora=True), True),
-        (lambda model: lora(model, use_rslora=True, r=4, lora_dropout=0.5), True),
+        (lambda model: lora(model, use_rslora=True, r=4, lora_alpha=3, lora_dropout=0.5), True),
         (with_two, True),
         (merged, True),
         (trained_norm, False),
@@ -90,8 +90,8 @@ def trained_norm(model: Any) -> Any:
 )
 def test_logits_are_those_of_the_model_with_whatever_adapters_it_has(change: Any, fast: bool):
     model = change(llama())
-    forward = forward_of(model)  # adapters this large amplify rounding, to 4e-4 in 25 draws
-    assert torch.allclose(logits_of(forward), expected_of(model), atol=2e-3)
+    forward = forward_of(model)
+    assert torch.allclose(logits_of(forward), expected_of(model), atol=1e-4)
     assert (forward._decoder is not None) == fast
 
 
