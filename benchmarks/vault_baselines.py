@@ -32,6 +32,7 @@ from typing import Any
 
 from benchmarks.study import ALL
 from experiential.agents.actor import ActorAgent
+from experiential.agents.functions import FunctionExtractor
 from experiential.bank.bank import ExperienceBank
 from experiential.config import Experiment
 from experiential.evaluation.intervals import RATE, clustered_mean
@@ -44,7 +45,6 @@ from experiential.types import (
     Add,
     Distillation,
     Experience,
-    Generation,
     ParsedOperations,
     Trajectory,
 )
@@ -64,40 +64,7 @@ Outcomes = dict[str, Any]
 """Success by arm, shape (worlds, visits) each."""
 
 
-class Template:
-    """Write "Pull X in W." by a regular expression, in place of an extractor."""
-
-    version = 0
-
-    async def adistill(self, trajectory: Trajectory, shown: Sequence[Experience]) -> Distillation:
-        """Return the lever that the clerk or a success named, as one entry; nothing else."""
-        text = self.text(trajectory)
-        operations = (Add(text=text),) if text else ()
-        return Distillation(parsed=ParsedOperations(operations=operations))
-
-    async def arefine(self, query: str, experience: Experience) -> tuple[str, Generation | None]:
-        """Return the entry as it is."""
-        return experience.text, None
-
-    async def amerge(self, experiences: Sequence[Experience]) -> Distillation:
-        """Merge nothing."""
-        return Distillation()
-
-    def text(self, trajectory: Trajectory) -> str:
-        """Return the entry made from an episode; empty for none."""
-        lever = live_lever(trajectory)
-        return f"Pull {lever} in {world_of(trajectory)}." if lever else ""
-
-
-class Transcript(Template):
-    """Keep the raw record of an episode as its entry."""
-
-    def text(self, trajectory: Trajectory) -> str:
-        """Return actions and answers in order, as an extractor's prompt has them."""
-        return "\n".join(f"> {turn.action}\n{turn.feedback}" for turn in trajectory.turns)
-
-
-class ZeroShot(Template):
+class ZeroShot(FunctionExtractor):
     """Ask the untrained model for the live lever."""
 
     def __init__(self, llm: LLM, prompts: Any) -> None:
@@ -130,14 +97,25 @@ def world_of(trajectory: Trajectory) -> str:
     return trajectory.task.removeprefix("Open the vault of ").rstrip(".")
 
 
-def template(llm: LLM, **options: Any) -> Template:
-    """Build the template as an extractor (``extractor.agent``)."""
-    return Template()
+def named(trajectory: Trajectory) -> str:
+    """Return an entry with the lever that the clerk or a success named; empty for none."""
+    lever = live_lever(trajectory)
+    return f"Pull {lever} in {world_of(trajectory)}." if lever else ""
 
 
-def transcript(llm: LLM, **options: Any) -> Transcript:
+def record(trajectory: Trajectory) -> str:
+    """Return actions and answers in order, as an extractor's prompt has them."""
+    return "\n".join(f"> {turn.action}\n{turn.feedback}" for turn in trajectory.turns)
+
+
+def template(llm: LLM, **options: Any) -> FunctionExtractor:
+    """Build the regular expression as an extractor (``extractor.agent``)."""
+    return FunctionExtractor(named)
+
+
+def transcript(llm: LLM, **options: Any) -> FunctionExtractor:
     """Build the transcript as an extractor (``extractor.agent``)."""
-    return Transcript()
+    return FunctionExtractor(record)
 
 
 def untrained(kind: str, seed: int, scratch: Path) -> Outcomes:
@@ -153,7 +131,7 @@ def untrained(kind: str, seed: int, scratch: Path) -> Outcomes:
             actor.prompts = dataclasses.replace(actor.prompts, texts=texts)
         return actor
 
-    extractor = ZeroShot(llm, make_actor().prompts) if "zero-shot" in kind else Template()
+    extractor = ZeroShot(llm, make_actor().prompts) if "zero-shot" in kind else template(llm)
     try:
         return asyncio.run(_play(experiment, make_actor, extractor, scratch))
     finally:
