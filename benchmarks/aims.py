@@ -20,8 +20,19 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import study
-from benchmarks.study import ENVIRONMENTS, RESULTS, StudyCell
+from benchmarks.study.cells import RESULTS, StudyCell, read_cells
+from benchmarks.study.setups import (
+    ABLATIONS,
+    COMPLEMENTARY,
+    ENVIRONMENTS,
+    FUNCTIONS,
+    RULES,
+    SEEN,
+    TRAINED,
+    UNTRAINED,
+    WRITERS,
+)
+from benchmarks.study.tables import baselines, compared_arm, markdown_table, rate, visits
 from experiential.config import Arm
 from experiential.evaluation.card import recipe_difference
 from experiential.evaluation.cell import Cell
@@ -31,10 +42,10 @@ from experiential.evaluation.picture import mean_curve
 
 HELD_OUT = ("vault-law-note", "lake-words", "alfworld-homes")
 """A law, a grid in dialects, and households: where the papers' gains were to be seen."""
-MET = ("vault-law-note", *study.SEEN)
+MET = ("vault-law-note", *SEEN)
 """The same, dialects and households as training met them, on other instances."""
 MEMORY = (
-    *HELD_OUT, *study.SEEN,
+    *HELD_OUT, *SEEN,
     "vault-law", "vault-blind", "vault-law-smollm2", "vault-smollm2", "vault",
 )  # fmt: skip
 """Where a memory was to beat every baseline without a model as extractor."""
@@ -88,12 +99,12 @@ class Study:
         played = [one for cell in self.of(environment, recipe) for one in cell.arms]
         if not played:
             return []
-        chosen = arm or study.compared_arm(environment, played)
+        chosen = arm or compared_arm(environment, played)
         return [one for one in played if one.arm == chosen]
 
     def complementary(self, environment: str) -> str | None:
         """Return the recipe that stands for Complementary RL with its defaults."""
-        return next(iter(self.recipes(environment, study.COMPLEMENTARY)), None)
+        return next(iter(self.recipes(environment, COMPLEMENTARY)), None)
 
     def best(self, environment: str, names: Sequence[str]) -> tuple[str, str] | None:
         """Return environment and recipe with the highest success, on equal worlds."""
@@ -151,12 +162,12 @@ def over_baselines(found: Study, known: Mapping[str, np.ndarray]) -> list[Row]:
 
     Args:
         found: the cells.
-        known: later visits of further baselines of plain Vault, as `study.baselines` returns them.
+        known: later visits of further baselines of plain Vault, as `baselines` returns them.
     """
     kinds = (
-        ("minus transcripts or a fixed sentence", study.FUNCTIONS, ("history", "template")),
-        ("minus an untrained extractor, at its best temperature", study.UNTRAINED, ()),
-        ("minus a rule that knows the game", study.RULES, ("rule",)),
+        ("minus transcripts or a fixed sentence", FUNCTIONS, ("history", "template")),
+        ("minus an untrained extractor, at its best temperature", UNTRAINED, ()),
+        ("minus a rule that knows the game", RULES, ("rule",)),
     )
     rows: list[Row] = []
     for name, recipes, words in kinds:
@@ -164,7 +175,7 @@ def over_baselines(found: Study, known: Mapping[str, np.ndarray]) -> list[Row]:
         for place in MEMORY:
             if (best := found.best(place, recipes)) is None:
                 continue
-            for variants in study.TRAINED:
+            for variants in TRAINED:
                 for main in found.recipes(place, variants)[:1]:
                     if gap := difference(found.arm(place, main), found.arm(*best)):
                         gaps.append((place, f"`{main}` minus `{best[1]}` ({best[0]})", gap))
@@ -190,13 +201,13 @@ def accumulation(found: Study) -> list[Row]:
     name, place = "success by visit follows the ideal", "vault-blind"
     rows = [Row(name, "ideal", ", ".join(f"{100 * one:.0f}" for one in IDEAL), None)]
     trained = ("complementary", "complementary-cool")
-    for recipe in found.recipes(place, (*trained, *study.WRITERS)):
-        rows.append(Row(name, f"`{recipe}`", study.visits(found.arm(place, recipe)), None))
+    for recipe in found.recipes(place, (*trained, *WRITERS)):
+        rows.append(Row(name, f"`{recipe}`", visits(found.arm(place, recipe)), None))
     main = found.arm(place, "complementary")
     if main:
-        rate, ideal = study.rate(main), IDEAL[1:].mean()
+        later, ideal = rate(main), IDEAL[1:].mean()
         case = f"`complementary`, later visits; ideal {100 * ideal:.0f} %"
-        rows.append(Row(name, case, show_percent(rate), bool(rate.high >= ideal)))
+        rows.append(Row(name, case, show_percent(later), bool(later.high >= ideal)))
     return rows
 
 
@@ -220,7 +231,7 @@ def _episodes(found: Study, environment: str, recipe: str) -> int | None:
     cells = found.of(environment, recipe)
     if not cells:
         return None
-    arm = study.compared_arm(environment, [one for cell in cells for one in cell.arms])
+    arm = compared_arm(environment, [one for cell in cells for one in cell.arms])
     curves = [[(p.episodes, p.success) for p in cell.curve.get(arm, ())] for cell in cells]
     mean = mean_curve(curves)
     if not mean:
@@ -280,7 +291,7 @@ def _read(file: Path) -> dict[str, Any]:
 def ablations(found: Study) -> list[Row]:
     """Count the training seeds of each ablation under a law."""
     place = "vault-law-note"
-    counts = {name: len(found.of(place, name)) for name in study.ABLATIONS}
+    counts = {name: len(found.of(place, name)) for name in ABLATIONS}
     few = [f"{name}: {n}" for name, n in counts.items() if n < 5]
     text = f"{len(counts) - len(few)} of {len(counts)}" + "".join(f"; {one}" for one in few)
     return [Row("ablations", f"{place}, with five seeds or more", text, not few)]
@@ -291,14 +302,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
-    found = Study(study.read_cells(options.results))
+    found = Study(read_cells(options.results))
     rows = [
-        *papers_gains(found), *over_baselines(found, study.baselines()), *accumulation(found),
+        *papers_gains(found), *over_baselines(found, baselines()), *accumulation(found),
         *speed(found), *reflection(found), *extractor(), *ablations(found),
     ]  # fmt: skip
-    text = study.markdown_table(["aim", "case", "found", "verdict"], [row.cells() for row in rows])
+    text = markdown_table(["aim", "case", "found", "verdict"], [row.cells() for row in rows])
     (options.results / "aims.md").write_text(text + "\n", encoding="utf-8")
-    study.say(text)
+    print(text)
     return 0
 
 

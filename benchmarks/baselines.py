@@ -29,9 +29,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import study
 from benchmarks.aims import Study
-from benchmarks.study import ALL, StudyCell
+from benchmarks.study.cells import StudyCell, read_cells
+from benchmarks.study.setups import ALL
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.index.embed import resolve_embedder
 from experiential.config import Arm
@@ -274,7 +274,7 @@ def main() -> None:
     options = parser.parse_args()
     report = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
     if options.command == "table":
-        print(markdown(report, study.read_cells(study.RESULTS)))
+        print(markdown(report, read_cells()))
     elif options.command == "prompts":
         asyncio.run(try_prompts(report))
     else:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.baselines import play, rate
-from benchmarks.study import ALL, ENVIRONMENTS
+from benchmarks.study.setups import ALL, ENVIRONMENTS
 from experiential.evaluation.intervals import clustered_mean
 from experiential.evaluation.page import show_percent, show_points
 from experiential.evaluation.visits import later

@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import study
-from benchmarks.study import ENVIRONMENTS, RESULTS, StudyCell
+from benchmarks.study.cells import RESULTS, StudyCell, read_cells
+from benchmarks.study.setups import ENVIRONMENTS, SEEN, base_of, overrides_of
+from benchmarks.study.tables import compared_arm, markdown_table
 from experiential.config import EnvSettings
 from experiential.evaluation.visits import held_out_task
 from experiential.recipe import load_experiment
@@ -31,8 +32,8 @@ from experiential.rollout import Task, TaskSource, make_env
 
 def blocks(environment: str, seed: int, worlds: int) -> Counter[int]:
     """Return in how many blocks of a training each of its worlds was met, by their numbers."""
-    base = study.base_of(environment, "grpo")
-    experiment = load_experiment(base, study.overrides_of(environment, "grpo", seed))
+    base = base_of(environment, "grpo")
+    experiment = load_experiment(base, overrides_of(environment, "grpo", seed))
     source, met = TaskSource(experiment.env, worlds, seed), Counter[int]()
     for step in range(0, experiment.run.steps, experiment.env.visits):
         met.update(task.options["world"] for task in source.tasks(step, experiment.actor.groups))
@@ -47,7 +48,7 @@ def success_by_blocks(cells: Sequence[StudyCell]) -> dict[int, list[float]]:
     """
     found: dict[int, list[float]] = defaultdict(list)
     for cell in cells:
-        used = study.compared_arm(cell.environment, cell.arms)
+        used = compared_arm(cell.environment, cell.arms)
         played = next(one for one in cell.arms if one.arm == used)
         met = blocks(cell.environment, cell.seed, len(played.outcomes))
         for world, success in enumerate(played.later()):
@@ -57,9 +58,9 @@ def success_by_blocks(cells: Sequence[StudyCell]) -> dict[int, list[float]]:
 
 def instances(environment: str, seed: int) -> list[str]:
     """Return a row: worlds met, visits to each, and instances of the evaluation that were met."""
-    overrides = study.overrides_of(environment, "grpo", seed)
+    overrides = overrides_of(environment, "grpo", seed)
     final = [*overrides, *ENVIRONMENTS[environment].final]
-    experiment = load_experiment(study.base_of(environment, "grpo"), final)
+    experiment = load_experiment(base_of(environment, "grpo"), final)
     env, played = experiment.env, experiment.eval
     source = TaskSource(env, played.worlds, seed)
     trained = [
@@ -93,7 +94,7 @@ def beginnings(
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--environments", nargs="+", default=study.SEEN, choices=list(ENVIRONMENTS))
+    parser.add_argument("--environments", nargs="+", default=SEEN, choices=list(ENVIRONMENTS))
     parser.add_argument("--recipes", nargs="+", default=["complementary", "static-online", "grpo"])
     parser.add_argument("--instances", action="store_true", help="compare instances instead")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -101,9 +102,9 @@ def main() -> int:
     if options.instances:
         head = ["environment", "seed", "worlds met", "visits to each", "instances that were met"]
         seeds = [instances(place, seed) for place in options.environments for seed in range(3)]
-        study.say(study.markdown_table(head, seeds))
+        print(markdown_table(head, seeds))
         return 0
-    cells = study.read_cells(options.results)
+    cells = read_cells(options.results)
     body: list[list[str]] = []
     for place in options.environments:
         for recipe in options.recipes:
@@ -113,7 +114,7 @@ def main() -> int:
                 for met, rates in success_by_blocks(mine).items()
             ]
     head = ["environment", "recipe", "blocks that met the world", "later visits", "worlds × seeds"]
-    study.say(study.markdown_table(head, body))
+    print(markdown_table(head, body))
     return 0
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.study import ALL
+from benchmarks.study.setups import ALL
 from experiential.agents.actor import ActorAgent
 from experiential.agents.functions import FunctionExtractor
 from experiential.bank.bank import ExperienceBank

@@ -22,9 +22,12 @@ from benchmarks import (
     lesson_gain,
     met,
     overhead,
-    study,
 )
-from benchmarks.orderings import findings
+from benchmarks.study import cells as study_cells
+from benchmarks.study import runs as study_runs
+from benchmarks.study import setups as study_setups
+from benchmarks.study import tables as study_tables
+from benchmarks.study.orderings import findings
 from experiential.bank.bank import ExperienceBank
 from experiential.config import Arm
 from experiential.errors import ConfigError
@@ -38,7 +41,7 @@ from experiential.types import Add, Distillation, ParsedOperations, Trajectory
 
 def study_cell(
     recipe: str, seed: int, later: dict[str, float], environment: str = "vault", settings: str = "s"
-) -> study.StudyCell:
+) -> study_cells.StudyCell:
     """Ten worlds, two visits, of which the second succeeds as often as told; a curve that reaches
     50 % after 64 episodes.
     """
@@ -67,7 +70,7 @@ def study_cell(
         Point(step=step, episodes=episodes, success=success)
         for step, episodes, success in ((0, 0, 0.1), (1, 64, 0.5), (2, 128, 0.7))
     )
-    return study.StudyCell(
+    return study_cells.StudyCell(
         environment=environment,
         recipe=recipe,
         seed=seed,
@@ -91,14 +94,14 @@ def finished(tmp_path: Path) -> Path:
         study_cell("complementary", seed, shares) for seed in (0, 1)
     ]
     for cell in cells:
-        path = study.cell_path(tmp_path, cell.environment, cell.recipe, cell.seed)
+        path = study_cells.cell_path(tmp_path, cell.environment, cell.recipe, cell.seed)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(cell.model_dump_json())
     return tmp_path
 
 
 def test_the_study_pairs_recipes_with_grpo_and_arms_with_each_other(finished: Path) -> None:
-    grpo, complementary = study.rows(study.read_cells(finished))
+    grpo, complementary = study_tables.rows(study_cells.read_cells(finished))
     assert (grpo["recipe"], grpo["used_arm"], grpo["off"], grpo["on"], grpo["minus_grpo"]) == (
         "grpo",
         "off",
@@ -140,7 +143,7 @@ def test_the_study_pairs_recipes_with_grpo_and_arms_with_each_other(finished: Pa
 def test_the_study_compares_with_the_best_baseline_on_as_many_worlds(
     finished: Path, tmp_path: Path
 ) -> None:
-    cells = study.read_cells(finished)
+    cells = study_cells.read_cells(finished)
     worlds = len(cells[0].arms[0].outcomes)
     file = tmp_path / "baselines.json"
     played = [
@@ -150,18 +153,18 @@ def test_the_study_compares_with_the_best_baseline_on_as_many_worlds(
         {"name": "elsewhere", "arm": "on", "outcomes": ["11"]},  # one world
     ]
     file.write_text(json.dumps({"rows": played}))
-    grpo, complementary = study.rows(cells, {"vault": study.baselines(file)})
+    grpo, complementary = study_tables.rows(cells, {"vault": study_tables.baselines(file)})
     assert (grpo["best_baseline"], grpo["best_baseline_success"]) == ("history, on", 0.5)
     assert grpo["minus_best_baseline"] == pytest.approx(-0.1)  # .4 without a bank
     assert complementary["minus_best_baseline"] == pytest.approx(0.3)  # .8 with one
     low, high = (complementary[f"minus_best_baseline_{end}"] for end in ("low", "high"))
     assert low < 0.3 < high
     beside = [study_cell("history", seed, {"off": 0.1, "on": 0.7}) for seed in (0, 1)]
-    complementary = study.rows([*cells, *beside], {"vault": study.baselines(file)})[1]
+    complementary = study_tables.rows([*cells, *beside], {"vault": study_tables.baselines(file)})[1]
     assert complementary["best_baseline"] == "history, on (vault)"
     assert complementary["minus_best_baseline"] == pytest.approx(0.1)
-    assert study.baselines(tmp_path / "none.json") == {}
-    assert study.rows(cells)[0]["best_baseline"] is None
+    assert study_tables.baselines(tmp_path / "none.json") == {}
+    assert study_tables.rows(cells)[0]["best_baseline"] is None
 
 
 def test_the_study_compares_the_frozen_bank_with_baselines_trained_beside_it() -> None:
@@ -177,7 +180,7 @@ def test_the_study_compares_the_frozen_bank_with_baselines_trained_beside_it() -
         )
         for seed in (0, 1)
     ]
-    rows = {row["recipe"]: row for row in study.rows(cells)}
+    rows = {row["recipe"]: row for row in study_tables.rows(cells)}
     assert rows["complementary"]["best_baseline"] == f"history, frozen ({note})"
     for recipe, over_grpo, over_best in (
         ("complementary", 0.7, 0.3),
@@ -191,7 +194,7 @@ def test_the_study_compares_the_frozen_bank_with_baselines_trained_beside_it() -
 def test_the_study_writes_tables_and_a_picture(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    study.table(finished)
+    study_tables.table(finished)
     text = (finished / "table.md").read_text()
     assert (
         "| complementary | 2 | 128 | 14.3 % | " in text
@@ -204,20 +207,20 @@ def test_the_study_writes_tables_and_a_picture(
     assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "note:" not in capsys.readouterr().out
     other = study_cell("grpo", 2, {"off": 0.4}, settings="other")
-    study.cell_path(finished, "vault", "grpo", 2).write_text(other.model_dump_json())
-    study.table(finished)
+    study_cells.cell_path(finished, "vault", "grpo", 2).write_text(other.model_dump_json())
+    study_tables.table(finished)
     assert (
         "note: the cells of vault/grpo have equal overrides, by code with other settings: abc"
         in capsys.readouterr().out
     )
     changed = other.model_copy(update={"overrides": ("seed=2", "run.steps=9")})
-    (told,) = study.mixed_cells([study_cell("grpo", 1, {"off": 0.4}), changed])
+    (told,) = study_tables.mixed_cells([study_cell("grpo", 1, {"off": 0.4}), changed])
     assert told.startswith("the cells of vault/grpo were made with different settings (run.steps=9")
     first, second = (
         study_cell("grpo", seed, {"off": 0.4}).model_copy(update={"weights": weights})
         for seed, weights in ((0, "1f"), (1, "2e"))
     )
-    (told,) = study.mixed_cells([first, second, study_cell("grpo", 2, {"off": 0.4})])
+    (told,) = study_tables.mixed_cells([first, second, study_cell("grpo", 2, {"off": 0.4})])
     assert told == "the cells of vault begin with different weights (1f: grpo-0; 2e: grpo-1)"
 
 
@@ -226,12 +229,12 @@ def test_a_cells_weights_are_told_apart_by_their_bytes(tmp_path: Path) -> None:
     weights.write_bytes(b"some weights")
     config = tmp_path / "config.json"
     config.write_text("{}")
-    known = study.weights_digest(str(tmp_path))
+    known = study_cells.weights_digest(str(tmp_path))
     config.write_text('{"transformers_version": "later"}')
-    assert study.weights_digest(str(tmp_path)) == known
+    assert study_cells.weights_digest(str(tmp_path)) == known
     weights.write_bytes(b"some weightt")
-    assert study.weights_digest(str(tmp_path)) != known
-    assert study.weights_digest("nobody/a-hub-name") is None
+    assert study_cells.weights_digest(str(tmp_path)) != known
+    assert study_cells.weights_digest("nobody/a-hub-name") is None
 
 
 def found_verdicts(shares: dict[str, dict[str, float]], chance: float = 0.0) -> dict[Any, Any]:
@@ -269,8 +272,8 @@ def test_orderings_are_held_reversed_or_open_by_the_paired_interval(finished: Pa
         ("grpo", "exp-only", "writing"): "reversed",
     }
     assert found["complementary", "grpo", "writing"].interval.mean == pytest.approx(0.5)
-    assert "| `complementary` over `grpo` | writing | test-time" in study.orderings(
-        study.read_cells(finished)
+    assert "| `complementary` over `grpo` | writing | test-time" in study_tables.orderings(
+        study_cells.read_cells(finished)
     )
 
 
@@ -281,16 +284,16 @@ def test_the_study_subtracts_the_whole_recipe_from_each_ablation_in_the_compared
         for recipe, share in shares.items()
         for seed in (0, 1)
     ]
-    shown = study.ablations(cells)
+    shown = study_tables.ablations(cells)
     row = "| vault-law-note | `complementary-pooled` | frozen | 50 % ["
     assert row in shown
     assert "| `complementary` | -30 [" in shown
     assert "static-online" not in shown
     last = [study_cell("static-online-recent", seed, {"frozen": 0.1}, "vault-law-note")
             for seed in (0, 1)]  # fmt: skip
-    assert "| `static-online` | -10 [" in study.ablations([*cells, *last])
-    assert study.ablations(cells[:2]) == ""
-    assert study.recipe_of("complementary-no-kl") == ("complementary", ("extractor.kl=0.0",))
+    assert "| `static-online` | -10 [" in study_tables.ablations([*cells, *last])
+    assert study_tables.ablations(cells[:2]) == ""
+    assert study_setups.recipe_of("complementary-no-kl") == ("complementary", ("extractor.kl=0.0",))
 
 
 def test_an_ordering_over_a_recipe_below_chance_must_beat_chance() -> None:
@@ -302,10 +305,10 @@ def test_an_ordering_over_a_recipe_below_chance_must_beat_chance() -> None:
 
 
 def test_chance_on_vault_is_two_levers_of_fourteen_and_on_the_lake_it_is_measured() -> None:
-    assert study.chance("vault") == pytest.approx(1 / 7)
-    lake = study.random_success("frozen-lake", repeats=2)
+    assert study_tables.chance("vault") == pytest.approx(1 / 7)
+    lake = study_tables.random_success("frozen-lake", repeats=2)
     assert 0.2 < lake < 0.8
-    assert lake == study.random_success("frozen-lake", repeats=2)
+    assert lake == study_tables.random_success("frozen-lake", repeats=2)
 
 
 def test_the_aims_compare_each_family_with_grpo_and_count_those_above_zero() -> None:
@@ -386,7 +389,7 @@ def test_instances_of_the_evaluation_are_compared_with_those_of_the_training() -
     """With the training's own tasks as evaluation each one begins like one that was met."""
     row = met.instances("lake-words-seen", 0)
     assert row == ["lake-words-seen", "0", "38 of 40", "10.1", "0 of 160"]
-    experiment = load_experiment("grpo", study.overrides_of("lake-words-seen", "grpo", 0))
+    experiment = load_experiment("grpo", study_setups.overrides_of("lake-words-seen", "grpo", 0))
     tasks = TaskSource(experiment.env, 40, 0).tasks(0, 4)
     first, again = (
         list(met.beginnings(experiment.env, kwargs, tasks))
@@ -401,16 +404,16 @@ def test_an_ideal_memory_of_levers_has_the_success_of_counting() -> None:
 
 
 def test_a_damaged_cell_and_an_empty_study_are_named(finished: Path, tmp_path: Path) -> None:
-    study.cell_path(finished, "vault", "grpo", 1).write_text("{}")
+    study_cells.cell_path(finished, "vault", "grpo", 1).write_text("{}")
     with pytest.raises(ConfigError, match="grpo-1.json"):
-        study.read_cells(finished)
+        study_cells.read_cells(finished)
     with pytest.raises(ConfigError, match="run the study first"):
-        study.read_cells(tmp_path / "nothing")
+        study_cells.read_cells(tmp_path / "nothing")
 
 
 def test_a_target_is_reached_by_the_first_evaluation_that_is_there() -> None:
     points = study_cell("grpo", 0, {"off": 0.0}).curve["off"]
-    assert [study.episodes_to_target(points, target) for target in (0.1, 0.5, 0.6, 0.8)] == [
+    assert [study_tables.episodes_to_target(points, target) for target in (0.1, 0.5, 0.6, 0.8)] == [
         0,
         64,
         128,
@@ -419,24 +422,24 @@ def test_a_target_is_reached_by_the_first_evaluation_that_is_there() -> None:
 
 
 def test_cells_come_seed_by_seed_and_all_their_settings_exist() -> None:
-    cells = study.order(list(study.ENVIRONMENTS), None, 5)
+    cells = study_runs.order(list(study_setups.ENVIRONMENTS), None, 5)
     assert (
         len(cells)
         == len(set(cells))
-        == 5 * sum(len(setup.recipes) for setup in study.ENVIRONMENTS.values())
+        == 5 * sum(len(setup.recipes) for setup in study_setups.ENVIRONMENTS.values())
     )
-    assert study.order(["vault", "frozen-lake-hidden"], ["dr-grpo"], 1) == [
+    assert study_runs.order(["vault", "frozen-lake-hidden"], ["dr-grpo"], 1) == [
         ("vault", "dr-grpo", 0),
         ("frozen-lake-hidden", "dr-grpo", 0),
     ]
     assert [seed for *_, seed in cells] == sorted(seed for *_, seed in cells)
-    study.check(cells[: len(cells) // 5], [])
+    study_runs.check(cells[: len(cells) // 5], [])
     with pytest.raises(ConfigError, match="frozen-lake-hidden, got 'moon'"):
-        study.order(["moon"], None, 1)
+        study_runs.order(["moon"], None, 1)
     with pytest.raises(ConfigError):
-        study.check([("vault", "gpro", 0)], [])
+        study_runs.check([("vault", "gpro", 0)], [])
     with pytest.raises(ConfigError, match="did you mean"):
-        study.check(cells[:1], ["run.stepz=1"])
+        study_runs.check(cells[:1], ["run.stepz=1"])
 
 
 def test_what_is_finished_is_not_run_again_and_nothing_starts_when_the_time_is_up(
@@ -448,10 +451,10 @@ def test_what_is_finished_is_not_run_again_and_nothing_starts_when_the_time_is_u
         started.append(cell)
         return cell[2] != 3
 
-    monkeypatch.setattr(study, "run_process", process)
-    cells = study.order(["vault"], ["grpo"], 4)
-    assert study.run(finished, cells, 1, minutes=0) == 0 and started == []
-    assert study.run(finished, cells, 1, minutes=None) == 1, "the one that failed is counted"
+    monkeypatch.setattr(study_runs, "run_process", process)
+    cells = study_runs.order(["vault"], ["grpo"], 4)
+    assert study_runs.run(finished, cells, 1, minutes=0) == 0 and started == []
+    assert study_runs.run(finished, cells, 1, minutes=None) == 1, "the one that failed is counted"
     assert started == [("vault", "grpo", 2), ("vault", "grpo", 3)]
 
 
@@ -468,32 +471,32 @@ def test_a_cell_of_the_study_trains_and_plays_every_arm(
         "actor.group_size=4",
     ]
     kept = tmp_path / "kept"
-    study.finish_cell(tmp_path, "vault", "complementary", 3, small, kept)
+    study_runs.finish_cell(tmp_path, "vault", "complementary", 3, small, kept)
     assert (kept / "vault" / "complementary-3" / "run" / "bank").is_dir()
     assert [path.name for path in (tmp_path / "cells" / "vault").iterdir()] == [
         "complementary-3.json"
     ]
     assert "later visits: off" in capsys.readouterr().out
-    (cell,) = study.read_cells(tmp_path)
+    (cell,) = study_cells.read_cells(tmp_path)
     assert [arm.arm for arm in cell.arms] == ["off", "on", "frozen", "shuffled", "placebo"]
     assert all(
         len(arm.outcomes) == 3 and len(arm.outcomes[0]) == 2 and arm.seed == 3 for arm in cell.arms
     )
     assert (cell.steps, cell.episodes, cell.tokens.keys()) == (1, 8, {"actor", "extractor"})
-    assert cell.weights == study.weights_digest("tiny")
+    assert cell.weights == study_cells.weights_digest("tiny")
     assert [(point.step, point.episodes) for point in cell.curve["on"]] == [(0, 0), (1, 8)]
-    assert study.cell_path(tmp_path, "vault", "complementary", 3).stat().st_size < 6000
+    assert study_cells.cell_path(tmp_path, "vault", "complementary", 3).stat().st_size < 6000
 
 
 @pytest.mark.slow
 def test_a_cell_begins_with_an_actor_that_was_trained_to_read(tmp_path: Path) -> None:
     small = ["run.steps=1", "eval.worlds=2", "eval.visits=2", "eval.every=0", "actor.groups=2"]
     kept = tmp_path / "kept"
-    study.finish_cell(tmp_path, "lake-words-drafts", "exp-only", 0, small, kept)
+    study_runs.finish_cell(tmp_path, "lake-words-drafts", "exp-only", 0, small, kept)
     folder = kept / "lake-words-drafts" / "exp-only-0"
     _, manifest = CheckpointStore(folder / "run" / "checkpoints").latest()
     assert manifest["experiment"]["model"]["name"] == str(folder / "reader" / "actor")
-    (cell,) = study.read_cells(tmp_path)
+    (cell,) = study_cells.read_cells(tmp_path)
     assert {arm.arm for arm in cell.arms} == {"off", "on", "frozen", "shuffled", "placebo"}
     # One step is too short for an update, so the same extractor writes twice.
     rule = "benchmarks.earned_rules:lake"
