@@ -32,6 +32,7 @@ import numpy as np
 from benchmarks.aims import Study
 from benchmarks.study.cells import StudyCell, read_cells
 from benchmarks.study.setups import ALL
+from benchmarks.study.tables import markdown_table
 from experiential.bank.bank import ExperienceBank
 from experiential.bank.index.embed import resolve_embedder
 from experiential.config import Arm
@@ -238,21 +239,23 @@ def markdown(report: dict[str, Any], cells: Sequence[StudyCell] = ()) -> str:
     pairs = Study(cells).arm("vault", "complementary", "on")
     trained = np.array([cell.later() for cell in pairs])
     rows = report["rows"]
-    head = "| Actor | arm | training episodes | seeds | later visits | `complementary` minus it |"
-    lines = [head, "|---" * 6 + "|"]
+    head = ["Actor", "arm", "training episodes", "seeds", "later visits"]
+    head += ["`complementary` minus it"]
+    body: list[list[str]] = []
     for name, arm in dict.fromkeys((row["name"], row["arm"]) for row in rows):
         mine = [row for row in rows if (row["name"], row["arm"]) == (name, arm)]
         tables = [[[int(digit) for digit in world] for world in row["outcomes"]] for row in mine]
         named = f"{name} ({mine[0]['prompt']!r})" if mine[0]["prompt"] else name
-        found = (f"{mine[0]['training_episodes']:,}", str(len(mine)), show_percent(rate(tables)))
+        found = [f"{mine[0]['training_episodes']:,}", str(len(mine)), show_percent(rate(tables))]
         rates = np.array([later(table) for table in tables])
         over = show_points(unpaired_difference(trained, rates)) if trained.size else "–"
-        lines.append(f"| {named} | `{arm}` | {' | '.join(found)} | {over} |")
-    lines += ["", f"| System message, dev | {' | '.join(MEMORIES)} |", "|---" * 5 + "|"]
-    for row in report["prompts"]:
-        rates = (f"{100 * row[arm][0]:.0f} %" for arm in MEMORIES)
-        lines.append(f"| {row['prompt']} | {' | '.join(rates)} |")
-    return "\n".join(lines)
+        body.append([named, f"`{arm}`", *found, over])
+    tried = [
+        [row["prompt"], *(f"{100 * row[arm][0]:.0f} %" for arm in MEMORIES)]
+        for row in report["prompts"]
+    ]
+    prompts = markdown_table(["System message, dev", *MEMORIES], tried)
+    return f"{markdown_table(head, body)}\n\n{prompts}"
 
 
 def keep(report: dict[str, Any]) -> None:

@@ -28,15 +28,17 @@ from benchmarks.study import runs as study_runs
 from benchmarks.study import setups as study_setups
 from benchmarks.study import tables as study_tables
 from benchmarks.study.orderings import findings
+from experiential.agents.extractor import open_extractor
 from experiential.bank.bank import ExperienceBank
 from experiential.config import Arm
 from experiential.errors import ConfigError
 from experiential.evaluation.cell import Cell
 from experiential.evaluation.picture import Point
+from experiential.llm.scripted import ScriptedLLM
 from experiential.recipe import load_experiment
 from experiential.rollout import TaskSource
 from experiential.training.checkpoint import CheckpointStore
-from experiential.types import Add, Distillation, ParsedOperations, Trajectory
+from experiential.types import Add, Distillation, Experience, ParsedOperations, Trajectory
 
 
 def study_cell(
@@ -456,6 +458,17 @@ def test_what_is_finished_is_not_run_again_and_nothing_starts_when_the_time_is_u
     assert study_runs.run(finished, cells, 1, minutes=0) == 0 and started == []
     assert study_runs.run(finished, cells, 1, minutes=None) == 1, "the one that failed is counted"
     assert started == [("vault", "grpo", 2), ("vault", "grpo", 3)]
+
+
+async def test_a_sparing_extractor_is_not_asked_about_a_success_with_an_entry() -> None:
+    answer = '<answer>[{"op": "add", "text": "Up goes left."}]</answer>'
+    sparing = open_extractor("benchmarks.sparing:Sparing", ScriptedLLM([answer]))
+    won, lost = (Trajectory(task="Cross the ice.", success=success) for success in (True, False))
+    entry = Experience(text="Up goes right.", task="Cross the ice.")
+    assert (await sparing.adistill(won, [entry])).parsed.operations == ()
+    for trajectory, shown in ((won, []), (lost, [entry])):
+        (written,) = (await sparing.adistill(trajectory, shown)).parsed.operations
+        assert written == Add(span=written.span, text="Up goes left.")
 
 
 @pytest.mark.slow

@@ -43,6 +43,7 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "static-online-home-rule": ("static-online", ("extractor.agent=benchmarks.earned_rules:home",)),
     "static-online-lake-rule": ("static-online", ("extractor.agent=benchmarks.earned_rules:lake",)),
     "static-online-recent": ("static-online", ("bank.retrieval.strategy=recent",)),
+    "static-online-sparing": ("static-online", ("extractor.agent=benchmarks.sparing:Sparing",)),
     "static-online-vault-rule": (
         "static-online",
         ("extractor.agent=benchmarks.earned_rules:vault",),
@@ -186,7 +187,10 @@ ENVIRONMENTS["lake-words"] = Setup(
     ),
     curve=("eval.every=24", "eval.worlds=20", "eval.visits=4"),
     final=("eval.worlds=40", "eval.visits=4"),
-    recipes=(*EARNED_RECIPES, "static-online-lake-rule", "erl", "erl-no-reflection"),
+    recipes=(
+        *EARNED_RECIPES, "static-online-lake-rule", "static-online-sparing",
+        "erl", "erl-no-reflection",
+    ),
 )  # fmt: skip
 # Worlds that training met, on layouts that it did not, as in ALFWorld's split valid_seen: here the
 # bank of the training knows something that weights could learn as well.
@@ -358,7 +362,7 @@ UNTRAINED = (
     "static-online", "static-online-all-guided", "static-online-cool", "static-online-cold",
 )  # fmt: skip
 """Recipes whose entries the model writes, untrained."""
-WRITERS = (*UNTRAINED, *WITHOUT_EXTRACTOR)
+WRITERS = (*UNTRAINED, "static-online-sparing", *WITHOUT_EXTRACTOR)
 """Recipes that differ from ``complementary`` in who writes the entries."""
 DEMONSTRATIONS = {"evolver": 300}
 """Recipes with a cold start, and how many demonstrations each is given."""
