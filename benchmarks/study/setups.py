@@ -58,8 +58,8 @@ ABLATIONS = (
     *(name for name, (recipe, _) in VARIANTS.items() if recipe == "complementary"),
 )
 """Compared with ``complementary`` where it needs the bank of its training."""
-RETRIEVALS = ("static-online-recent",)
-"""Compared with ``static-online``: recipes that show other entries of an untrained extractor."""
+UNTRAINED_VARIANTS = ("static-online-recent", "static-online-sparing")
+"""Compared with ``static-online``: other ways to use an untrained extractor."""
 COMPLEMENTARY = ("complementary", "complementary-all-guided")
 """What others are compared with: the first of these that was played."""
 TRAINED = (

@@ -18,8 +18,8 @@ from benchmarks.study.setups import (
     COMPLEMENTARY,
     ENVIRONMENTS,
     RECIPES,
-    RETRIEVALS,
     TRAINED,
+    UNTRAINED_VARIANTS,
     WITHOUT_EXTRACTOR,
     WRITERS,
 )
@@ -344,7 +344,7 @@ def ablations(cells: Sequence[StudyCell]) -> str:
     head = ["environment", "recipe", "arm", "success", "unchanged", "minus it, points", "seeds"]
     body = [
         [place, f"`{name}`", arm, show_percent(rate(mine)), f"`{main}`", *difference(mine, base)]
-        for changed, whole in ((ABLATIONS, COMPLEMENTARY), (RETRIEVALS, ("static-online",)))
+        for changed, whole in ((ABLATIONS, COMPLEMENTARY), (UNTRAINED_VARIANTS, ("static-online",)))
         for place, name, arm, mine, main, base in beside_trained(cells, changed, whole)
     ]
     return f"## Ablations\n\n{markdown_table(head, body)}\n" if body else ""
