@@ -33,7 +33,7 @@ CLUSTER_SMOLLM2 := $(CLUSTER_VENV)/.smollm2
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install alfworld quickstart test test-slow cluster test-cluster chaos test-bare test-examples test-elsewhere crash lint shape docs bench tiny-models earned-model lakes-model homes-model clean
+.PHONY: help install alfworld quickstart test test-slow cluster test-cluster chaos test-bare test-examples test-elsewhere crash lint shape docs bench tiny-models earned-model lakes-model vaults-model homes-model clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -152,6 +152,14 @@ lakes-model: install  ## train the tiny model on for lakes in dialects, into bui
 	@$(BIN)/python -m tools.make_tiny corpus build/lakes/half/corpus.npz --kind lakes-half --conversations 19200 --seed 31 $(EARNED_CORPUS)
 	@$(BIN)/python -m tools.make_tiny train build/lakes/half/corpus.npz build/lakes/model --start build/lakes/written/model --epochs 0.67 $(LAKES)
 	@$(BIN)/python -m tools.earned_probes build/lakes/model --games lake
+
+# Pulls come first, then lessons; the last stage unlearns half of both.
+VAULTS := $(BIN)/python -m tools.make_vaults
+vaults-model: install  ## train the tiny model on for Vault without a clerk, into build/vaults (an hour or two)
+	@$(VAULTS) experiential/llm/tiny build/vaults/pulls --stage pulls --updates 1500
+	@$(VAULTS) build/vaults/pulls build/vaults/lists --stage lists --updates 1500
+	@$(VAULTS) build/vaults/lists build/vaults/model --stage half --updates 150 --lr 5e-4
+	@$(BIN)/python -m tools.earned_probes build/vaults/model --games vault
 
 homes-model: install alfworld  ## give SmolLM2 its cold start for ALFWorld's households, into build/homes (half an hour)
 	@$(BIN)/python -m benchmarks.households start build/homes

@@ -65,12 +65,19 @@ def _written(text: str, update: bool) -> str:
 
 
 class BlindVaultTasks:
-    """Play vaults without a clerk, and keep lists of the levers ruled out."""
+    """Play vaults without a clerk, and keep lists of the levers ruled out.
+
+    Half of the episodes have one of ``systems``, if there are any, in place of the shipped message.
+    """
 
     def __init__(
-        self, rng: random.Random, skill: Mapping[str, float], split: NamedSplit = "corpus"
+        self,
+        rng: random.Random,
+        skill: Mapping[str, float],
+        split: NamedSplit = "corpus",
+        systems: Sequence[str] = (),
     ) -> None:
-        self.rng, self.skill = rng, skill
+        self.rng, self.skill, self.systems = rng, skill, systems
         worlds = 200 if split == "corpus" else 100
         self.env = VaultEnv(split, worlds, note=False)
         self.longer = VaultEnv(split, worlds, note=False, tries=6)
@@ -85,7 +92,11 @@ class BlindVaultTasks:
         return observation, env.names[world], shown, env.oracle_action()[5:]
 
     def act(self) -> Sample:
-        """Pull levers, with a list of those ruled out, a lever named, or neither.
+        """Pull levers, with a list of those ruled out, a lever named, or neither."""
+        return self.pulls()[0]
+
+    def pulls(self) -> tuple[Sample, list[dict[str, float]]]:
+        """Return an episode, and of each of its pulls how likely each lever should be.
 
         Half of the vaults allow six tries, for each pull teaches.
         """
@@ -102,17 +113,31 @@ class BlindVaultTasks:
             notes = [live(world, target)]
         elif kind < 0.9:
             notes = [rng.choice(GENERIC)]
-        turns: list[str] = []
-        done = False
+        turns, wanted, done = list[str](), list[dict[str, float]](), False
         while not done:
-            left = [lever for lever in shown if lever not in out] or shown
-            lever = rng.choice(left if rng.random() < self.skill["avoid"] else shown)
-            if target is not None and target not in out and rng.random() < self.skill["follow"]:
-                lever = target
+            wanted.append(self._wanted(shown, out, target))
+            (lever,) = rng.choices(list(wanted[-1]), list(wanted[-1].values()))
             turns += [observation, f"pull {lever}"]
             out.add(lever)
             observation, _, done, _, _ = env.step(turns[-1])
-        return _say(BRIEF.actor_system("", experience_block(notes) if notes else None), *turns)
+        block = experience_block(notes) if notes else None
+        system = BRIEF.actor_system("", block)
+        if self.systems and rng.random() < 0.5:
+            system = "\n".join([rng.choice(self.systems), *([block] if block else [])])
+        return _say(system, *turns), wanted
+
+    def _wanted(self, shown: list[str], out: set[str], target: str | None) -> dict[str, float]:
+        """Return the shares of the levers: skilled ones avoid ``out`` and follow ``target``."""
+        left = [lever for lever in shown if lever not in out] or shown
+        avoids, follows = self.skill["avoid"], self.skill["follow"]
+        if target is None or target in out:
+            follows = 0.0
+        return {
+            lever: (1 - follows)
+            * ((lever in left) * avoids / len(left) + (1 - avoids) / len(shown))
+            + (lever == target) * follows
+            for lever in shown
+        }
 
     def left(self) -> Sample:
         """Name the levers that a list has not ruled out: how to tell which levers are in it.
@@ -131,7 +156,10 @@ class BlindVaultTasks:
         return _say("Name the levers left.", question, f"{' '.join(left)}.")
 
     def distill(self) -> Sample:
-        """Write a lesson about a visit: a lever found, or the list of those ruled out, longer."""
+        """Write a lesson about a visit: a lever found, or the list of those ruled out, longer.
+
+        Pulls mostly try what is not ruled out yet, as those of an actor that reads the list.
+        """
         rng = self.rng
         observation, world, shown, right = self._reset()
         dead = [lever for lever in rng.sample(shown, len(shown)) if lever != right]
@@ -148,7 +176,9 @@ class BlindVaultTasks:
         turns: list[Turn] = []
         done, reward, success = False, 0.0, False
         while not done:
-            lever = right if rng.random() < 0.25 else rng.choice(shown)
+            out = (before or []) + [turn.action[5:] for turn in turns]
+            fresh = [one for one in shown if one not in out or rng.random() < 0.1]
+            lever = right if rng.random() < 0.25 else rng.choice(fresh)
             following, reward, done, _, info = self.env.step(f"pull {lever}")
             success = bool(info["success"])
             turns.append(

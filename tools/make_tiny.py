@@ -184,22 +184,23 @@ def train(
     for step, loss in enumerate(
         _copy_losses(model, len(tokenizer), seed, device) if start is None else ()
     ):
-        _update(model, optimizer, loss, lr * min(1.0, (step + 1) / 100))
+        loss.backward()
+        update(model, optimizer, lr * min(1.0, (step + 1) / 100))
         _report("copy", step, COPY_STEPS, loss, begin)
     for step, chosen in zip(range(steps), batches(spans, batch, seed), strict=False):
         loss = _loss(model, ids, said, chosen, device, dtype, prompt_weight)
-        _update(
+        loss.backward()
+        update(
             model,
             optimizer,
-            loss,
             lr
             * (0.05 + 0.95 * 0.5 * (1 + np.cos(np.pi * step / steps)))
             * (1.0 if start is None else min(1.0, (step + 1) / 50)),
         )
         if step and step % (500 if start is None else 100) == 0:
-            _save(model, tokenizer, folder)
+            save(model, tokenizer, folder)
         _report("corpus", step, steps, loss, begin)
-    _save(model, tokenizer, folder)
+    save(model, tokenizer, folder)
     note = {
         "seed": seed,
         "steps": steps,
@@ -214,7 +215,7 @@ def train(
     (folder / "made.json").write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
 
 
-def _save(model: Any, tokenizer: Any, folder: Path) -> None:
+def save(model: Any, tokenizer: Any, folder: Path) -> None:
     """Weights in half precision and the tokenizer; the model itself stays as it is."""
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(
@@ -223,16 +224,15 @@ def _save(model: Any, tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _update(model: Any, optimizer: Any, loss: Any, lr: float) -> None:
-    """One optimiser step at rate ``lr``."""
+def update(model: Any, optimizer: Any, lr: float) -> None:
+    """Take one optimiser step at rate ``lr`` along the gradients, and forget them."""
     import torch
 
     for group in optimizer.param_groups:
         group["lr"] = lr
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def _report(stage: str, step: int, steps: int, loss: Any, begin: float) -> None:

@@ -175,6 +175,16 @@ ENVIRONMENTS["vault-blind"] = Setup(
         "static-online-cool", "complementary-cool",
     ),
 )  # fmt: skip
+# The same with a model that can avoid what a list rules out, and one lesson for each visit, as in
+# the evaluation: of a group's plays one is distilled.
+ENVIRONMENTS["vault-lists"] = replace(
+    ENVIRONMENTS["vault-blind"],
+    training=(
+        *ENVIRONMENTS["vault-blind"].training, "model.name=benchmarks/models/vaults",
+        "extractor.per_group=1", "run.steps=144",
+    ),
+    curve=("eval.every=72", "eval.worlds=20", "eval.visits=6"),
+)  # fmt: skip
 ENVIRONMENTS["lake-words"] = Setup(
     training=(
         *_EARNED, "model.name=benchmarks/models/lakes", "model.prompts=opened",
