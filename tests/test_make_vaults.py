@@ -1,4 +1,4 @@
-"""What the model for Vault without a clerk is taught: how likely each lever should be."""
+"""The model for Vault without a clerk is taught how likely each lever should be."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from experiential.llm.models import load_tokenizer
 from tools.earned_corpus import HALF, TAUGHT, BlindVaultTasks
-from tools.make_vaults import STAGES, losses, source
+from tools.make_vaults import STAGES, loss_of, source
 
 TOKENIZER = load_tokenizer("tiny")
 
@@ -74,8 +74,7 @@ def test_the_loss_of_a_pull_is_the_cross_entropy_to_its_shares() -> None:
     some = [draw() for _ in range(3)]
     with torch.no_grad():
         model.lm_head.weight.zero_()
-    loss, weight = losses(model, some, "float32")
-    assert weight == sum(sum(one.weights) for one in some)
+    loss, weight = loss_of(model, some, "float32"), sum(sum(one.weights) for one in some)
     assert loss.item() / weight == pytest.approx(math.log(len(TOKENIZER)), rel=1e-5)
     with torch.no_grad():
         model.lm_head.weight.normal_(std=0.1)
@@ -86,4 +85,4 @@ def test_the_loss_of_a_pull_is_the_cross_entropy_to_its_shares() -> None:
         if heavy:
             shares = one.wanted.get(place, {one.ids[place]: 1.0})
             by_hand -= heavy * sum(s * logits[place - 1, t].item() for t, s in shares.items())
-    assert losses(model, [one], "float32")[0].item() == pytest.approx(by_hand, rel=1e-4)
+    assert loss_of(model, [one], "float32").item() == pytest.approx(by_hand, rel=1e-4)

@@ -1,8 +1,8 @@
 """Train the tiny model on for Vault without a clerk: avoid levers ruled out, and list them.
 
     python -m tools.make_vaults START FOLDER --stage pulls --updates 1500
-    python -m tools.make_vaults START FOLDER --stage lists --updates 600
-    python -m tools.make_vaults START FOLDER --stage half --updates 150
+    python -m tools.make_vaults START FOLDER --stage lists --updates 1500
+    python -m tools.make_vaults START FOLDER --stage half --updates 150 --lr 5e-4
 
 Pulls come first, then lessons. The last stage unlearns half of both. Where many levers are right, a
 sampled one says little: the model is shown how likely each of them should be.
@@ -85,8 +85,8 @@ def parts(draw: Callable[[], Lesson], batch: int, count: int = 4) -> Iterator[li
         yield [drawn[index] for index in part]
 
 
-def losses(model: Any, part: Sequence[Lesson], dtype: str) -> tuple[Any, float]:
-    """Return the sum of the weighted cross-entropies of the answers' tokens, and their weight."""
+def loss_of(model: Any, part: Sequence[Lesson], dtype: str) -> Any:
+    """Return the sum of the weighted cross-entropies of the answers' tokens."""
     import torch
 
     width = max(len(one.ids) for one in part)
@@ -106,9 +106,8 @@ def losses(model: Any, part: Sequence[Lesson], dtype: str) -> tuple[Any, float]:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
         hidden = model.model(input_ids=torch.from_numpy(tokens)).last_hidden_state
     said = torch.log_softmax(model.lm_head(hidden[rows, places].float()), -1)
-    scale = torch.tensor(weights)
     each = -(torch.from_numpy(np.array(wanted)) * said).sum(-1)
-    return (each * scale).sum(), float(scale.sum())
+    return (each * torch.tensor(weights)).sum()
 
 
 def train(
@@ -132,9 +131,9 @@ def train(
         total = sum(sum(one.weights) for part in made for one in part)
         found = 0.0
         for part in made:
-            loss, _ = losses(model, part, dtype)
-            (loss / total).backward()
-            found += loss.item() / total
+            loss = loss_of(model, part, dtype) / total
+            loss.backward()
+            found += loss.item()
         rate = min(1.0, (step + 1) / 50) * (0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * step / updates)))
         update(model, optimizer, lr * rate)
         recent.append(found)
