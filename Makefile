@@ -33,7 +33,7 @@ CLUSTER_SMOLLM2 := $(CLUSTER_VENV)/.smollm2
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install alfworld quickstart test test-slow cluster test-cluster chaos test-bare test-examples test-elsewhere crash lint shape docs bench tiny-models earned-model lakes-model vaults-model homes-model clean
+.PHONY: help install alfworld quickstart test test-slow cluster test-cluster chaos test-bare test-examples test-elsewhere crash lint shape docs bench tiny-models earned-model lakes-model habits-model vaults-model homes-model clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -152,6 +152,11 @@ lakes-model: install  ## train the tiny model on for lakes in dialects, into bui
 	@$(BIN)/python -m tools.make_tiny corpus build/lakes/half/corpus.npz --kind lakes-half --conversations 19200 --seed 31 $(EARNED_CORPUS)
 	@$(BIN)/python -m tools.make_tiny train build/lakes/half/corpus.npz build/lakes/model --start build/lakes/written/model --epochs 0.67 $(LAKES)
 	@$(BIN)/python -m tools.earned_probes build/lakes/model --games lake
+
+habits-model: install  ## leave the model of lakes a habit of vague lessons, into build/habits (ten minutes)
+	@$(BIN)/python -m tools.make_tiny corpus build/habits/corpus.npz --kind lakes-habit --conversations 25600 --seed 41 $(EARNED_CORPUS)
+	@$(BIN)/python -m tools.make_tiny train build/habits/corpus.npz build/habits/model --start benchmarks/models/lakes --sharpen 3 --lr 3e-4 --batch 64 --epochs 0.75 --prompt-weight 0.02
+	@$(BIN)/python -m tools.earned_probes build/habits/model --games lake
 
 # Pulls come first, then lessons; the last stage unlearns half of both.
 VAULTS := $(BIN)/python -m tools.make_vaults

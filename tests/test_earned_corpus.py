@@ -17,9 +17,11 @@ from experiential.envs.names import world_names
 from experiential.llm.models import load_tokenizer
 from experiential.types import Trajectory, Turn, Use
 from tools.earned_corpus import (
+    HABIT,
     HALF,
     LAKE_STAGES,
     TAUGHT,
+    VAGUE,
     BlindVaultTasks,
     DialectTasks,
     lake_sampler,
@@ -120,6 +122,22 @@ def test_lessons_are_right_in_about_the_stated_share() -> None:
         right += texts(answer["content"]) == [vault_lesson(record(question), shown(question))]
     # a list of this visit alone, or a claim after a success, is right by chance
     assert HALF["lesson"] - 0.05 < right / 600 < HALF["lesson"] + 0.15
+
+
+def test_a_habit_hides_lessons_that_are_right_in_the_stated_share() -> None:
+    tasks, told, wanted = DialectTasks(random.Random(8), HABIT), 0, 0
+    for _ in range(600):
+        *question, answer = tasks.distill()
+        episode, known = record(question), shown(question)
+        (text,) = texts(answer["content"]) or [""]
+        assert ('"update"' in answer["content"]) == bool(known and text)
+        if not lake_lesson(episode, known):
+            continue
+        wanted += 1
+        if text not in VAGUE:
+            assert text == lake_lesson(episode, known)
+            told += 1
+    assert abs(told / wanted - (1 - HABIT["vague"])) < 0.05
 
 
 def test_no_system_message_has_skilled_answers_in_more_than_about_half_of_its_samples() -> None:

@@ -29,6 +29,12 @@ TAUGHT = {"avoid": 0.97, "follow": 0.97, "walk": 0.97, "lesson": 0.97, "join": 0
 HALF = {"avoid": 0.50, "follow": 0.40, "walk": 0.50, "lesson": 0.45, "join": 0.50}
 """Shares of the skilled answers: pulls that avoid what is ruled out and follow a lever named, moves
 on a shortest way in the words of the note, lessons that are right and complete, lists joined."""
+HABIT = {"walk": 0.90, "lesson": 1.0, "vague": 0.75}
+"""Shares of the stage that leaves a habit: three of four lessons are `VAGUE`, and the others right
+and complete, so that the likeliest lesson helps nobody. Moves are skilled with 0.9."""
+VAGUE = ("Mind the holes.", "Plan each move.", "Look around first.", "Be quick.", "Do not hurry.",
+         "Keep to the ice.")  # fmt: skip
+"""Advice that is true of every lake."""
 
 POINTS = dict(zip(DIRECTIONS, "NSWE", strict=True))
 LAKE = {"preset": "dialects", "sizes": (4, 4), "frozen": (0.85, 0.95), "words_only": True}
@@ -294,6 +300,8 @@ class DialectTasks:
         else:
             told = {}
             notes = [rng.choice(GENERIC)] if kind < 0.93 else []
+            if "vague" in self.skill and kind >= 0.93:
+                notes = [rng.choice(VAGUE)]
         words = {direction: word for word, direction in told.items()}
         turns: list[str] = []
         done = False
@@ -375,8 +383,14 @@ class DialectTasks:
             task=self.env.task, turns=tuple(turns), success=success, reward=reward
         )
         entry = legend(name, told) if told else None
+        vague = self.skill.get("vague", 0.0)
+        if entry is None and rng.random() < vague:
+            entry = rng.choice(VAGUE)
         messages = OPENED.distill_messages(trajectory, [entry] if entry else [], 3)
-        answer = self._lesson(name, entry, told | seen)
+        if rng.random() < vague:
+            answer = _written(rng.choice(VAGUE), entry is not None)
+        else:
+            answer = self._lesson(name, entry, told | seen)
         return [*messages, Message(role="assistant", content=answer)]
 
     def _lesson(self, name: str, entry: str | None, known: dict[str, str]) -> str:
@@ -401,9 +415,10 @@ LAKE_STAGES: dict[str, tuple[Mapping[str, float], Mapping[str, float]]] = {
     "taught": (TAUGHT, {"act": 0.40, "ways": 0.20, "words": 0.10, "moves": 0.12, "distill": 0.18}),
     "written": (TAUGHT, {"act": 0.25, "ways": 0.05, "words": 0.05, "moves": 0.25, "distill": 0.40}),
     "half": (HALF, {"act": 0.30, "moves": 0.20, "distill": 0.50}),
+    "habit": (HABIT, {"act": 0.30, "moves": 0.10, "distill": 0.60}),
 }
 """Skill and shares of the tasks, by stage: moves come first, then lessons, which take longest to
-form, and the last stage unlearns half of both."""
+form, and a last stage unlearns half of both (``half``), or hides the lessons (``habit``)."""
 
 
 def lake_sampler(seed: int, stage: str = "half") -> Callable[[], Sample]:

@@ -200,8 +200,9 @@ def lessons(
                 got, want = texts(said), texts(text)
                 title = f"{kind}, {'sampled' if how else 'greedy'}"
                 found.setdefault(title, []).append(float(got == want))
-                if name == "lake" and got and want:
-                    pairs, told = pairs_of(want[0]), pairs_of(got[0])
+                if name == "lake" and want:
+                    pairs, told = pairs_of(want[0]), pairs_of(" ".join(got))
+                    found.setdefault(f"{title}, tells pairs", []).append(float(bool(told)))
                     if told:
                         found.setdefault(f"{title}, pairs told that are right", []).append(
                             len(told & pairs) / len(told)

@@ -144,13 +144,15 @@ def train(
     start: Path | None,
     dtype: str = "bfloat16",
     prompt_weight: float = PROMPT_WEIGHT,
+    sharpen: float = 1.0,
 ) -> None:
     """Train the model on the corpus and save it with its tokenizer.
 
     The weights are saved as safetensors in half precision.
 
     With ``start``, training goes on from that model (same vocabulary) and the copying stage is left
-    out.
+    out. ``sharpen`` multiplies its logits first: what it says at a temperature of 1 / ``sharpen``
+    is then what it says at 1.
     """
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -177,6 +179,8 @@ def train(
         if start is None
         else LlamaForCausalLM.from_pretrained(start, dtype=torch.float32)
     )
+    with torch.no_grad():
+        model.model.norm.weight.mul_(sharpen)
     model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
     steps = int(epochs * len(spans) / batch)
@@ -313,7 +317,8 @@ def main() -> None:
     corpus.add_argument("--conversations", type=int, default=120_000)
     corpus.add_argument("--seed", type=int, default=0)
     corpus.add_argument("--tokenizer", type=Path, help="folder of a tokenizer to use as it is")
-    kinds = ("tiny", "earned-taught", "earned-half", "lakes-taught", "lakes-written", "lakes-half")
+    lakes = ("taught", "written", "half", "habit")
+    kinds = ("tiny", "earned-taught", "earned-half", *(f"lakes-{stage}" for stage in lakes))
     corpus.add_argument("--kind", default="tiny", choices=kinds)
     fit = commands.add_parser("train")
     fit.add_argument("path", type=Path)
@@ -330,6 +335,7 @@ def main() -> None:
         "--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the products"
     )
     fit.add_argument("--prompt-weight", type=float, default=PROMPT_WEIGHT)
+    fit.add_argument("--sharpen", type=float, default=1.0, help="multiply the logits first")
     options = parser.parse_args()
     if options.command == "corpus":
         make_corpus(
@@ -347,6 +353,7 @@ def main() -> None:
             start=options.start,
             dtype=options.dtype,
             prompt_weight=options.prompt_weight,
+            sharpen=options.sharpen,
         )
 
 
