@@ -13,14 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import demonstrations, smollm2_reader
-from benchmarks.study.setups import (
-    DEMONSTRATIONS,
-    ENVIRONMENTS,
-    RECIPES,
-    base_of,
-    overrides_of,
-    recipe_of,
-)
+from benchmarks.study.setups import DEMONSTRATIONS, ENVIRONMENTS, RECIPES, base_of, overrides_of
 from experiential.errors import ConfigError
 from experiential.evaluation.card import ARMS
 from experiential.evaluation.cell import Cell, cell_of, settings_digest
@@ -130,12 +123,7 @@ def play_cell(
                 final_cells(
                     trainer,
                     f"{environment}/{recipe}",
-                    [
-                        *overrides,
-                        *ENVIRONMENTS[environment].final,
-                        *recipe_of(recipe)[1],
-                        *more,
-                    ],
+                    [*overrides, *ENVIRONMENTS[environment].final, *more],
                     scratch,
                 )
             ),

@@ -79,7 +79,7 @@ class Setup:
         training: settings of all runs.
         curve: of the evaluations while training.
         final: of the evaluation at the end: of ``eval``, of retrieval, and the extractor's
-            temperature. What a variant of a recipe changes stays changed.
+            temperature.
         recipes: compared in this environment.
         arm: in which recipes with a bank are compared; None: with test-time writing (``on``).
         beside: environments with the same evaluation, whose recipes are compared with these, too.
@@ -208,15 +208,13 @@ ENVIRONMENTS["lake-habits"] = replace(
     ENVIRONMENTS["lake-words"],
     training=(
         *ENVIRONMENTS["lake-words"].training, "model.name=benchmarks/models/habits",
-        "extractor.temperature=1.0", "extractor.per_group=1", "run.steps=144",
+        "extractor.per_group=1", "run.steps=144",
         # With batches of 16, or at 4e-4, it learned to write pairs and forgot which (on dev).
         "extractor.batch_size=64", "extractor.optim.lr=2e-4",
     ),
     curve=("eval.every=72", "eval.worlds=20", "eval.visits=4"),
-    final=(*ENVIRONMENTS["lake-words"].final, "extractor.temperature=0.3"),  # as in lake-words
     recipes=(
-        *EARNED_RECIPES, "static-online-cool", "static-online-cold", "static-online-sparing",
-        "static-online-lake-rule",
+        *EARNED_RECIPES, "static-online-cold", "static-online-sparing", "static-online-lake-rule",
     ),
 )  # fmt: skip
 # Worlds that training met, on layouts that it did not, as in ALFWorld's split valid_seen: here the
