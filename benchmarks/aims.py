@@ -45,7 +45,7 @@ HELD_OUT = ("vault-law-note", "lake-words", "alfworld-homes")
 MET = ("vault-law-note", *SEEN)
 """The same, dialects and households as training met them, on other instances."""
 MEMORY = (
-    *HELD_OUT, *SEEN, "lake-habits",
+    *HELD_OUT, *SEEN, "lake-words-habits",
     "vault-law", "vault-blind", "vault-law-smollm2", "vault-smollm2", "vault",
 )  # fmt: skip
 """Where a memory was to beat every baseline without a model as extractor."""
@@ -119,12 +119,10 @@ class Study:
 def family(environment: str) -> str:
     """Return the name that variants of an environment share.
 
-    >>> family("lake-words-seen"), family("lake-habits"), family("vault-law-note")
+    >>> family("lake-words-seen"), family("lake-words-habits"), family("vault-law-note")
     ('lake-words', 'lake-words', 'vault-law')
     """
-    if environment == "lake-habits":  # the same worlds, with another model
-        return "lake-words"
-    return environment.removesuffix("-note").removesuffix("-seen")
+    return environment.removesuffix("-note").removesuffix("-seen").removesuffix("-habits")
 
 
 def difference(first: Sequence[Cell], second: Sequence[Cell]) -> Interval | None:

@@ -299,8 +299,9 @@ class DialectTasks:
             notes = [legend(name, told)]
         else:
             told = {}
-            notes = [rng.choice(GENERIC)] if kind < 0.93 else []
-            if "vague" in self.skill and kind >= 0.93:
+            if kind < 0.93:
+                notes = [rng.choice(GENERIC)]
+            elif "vague" in self.skill:
                 notes = [rng.choice(VAGUE)]
         words = {direction: word for word, direction in told.items()}
         turns: list[str] = []

@@ -151,8 +151,8 @@ def train(
     The weights are saved as safetensors in half precision.
 
     With ``start``, training goes on from that model (same vocabulary) and the copying stage is left
-    out. ``sharpen`` multiplies its logits first: what it says at a temperature of 1 / ``sharpen``
-    is then what it says at 1.
+    out. ``sharpen`` multiplies its logits first, so that it begins by saying at temperature 1 what
+    the given model says at 1 / ``sharpen``.
     """
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -213,6 +213,7 @@ def train(
         "device": device,
         "dtype": dtype,
         "prompt_weight": prompt_weight,
+        "sharpen": sharpen,
         "seconds": round(time.time() - begin),
         "torch": torch.__version__,
     }

@@ -202,9 +202,9 @@ ENVIRONMENTS["lake-words"] = Setup(
         "erl", "erl-no-reflection",
     ),
 )  # fmt: skip
-# The same with a model that reads well and mostly writes what is true of every lake: of its lessons
-# about one in five says what the actor can use. One lesson for each visit, as in the evaluation.
-ENVIRONMENTS["lake-habits"] = replace(
+# The same with a model that reads well and mostly writes what is true of every lake. Of a group's
+# plays one is distilled, so that a visit leaves one lesson, as in the evaluation.
+ENVIRONMENTS["lake-words-habits"] = replace(
     ENVIRONMENTS["lake-words"],
     training=(
         *ENVIRONMENTS["lake-words"].training, "model.name=benchmarks/models/habits",
