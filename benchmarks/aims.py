@@ -166,7 +166,7 @@ def over_baselines(found: Study, known: Mapping[str, np.ndarray]) -> list[Row]:
     """
     kinds = (
         ("minus transcripts or a fixed sentence", FUNCTIONS, ("history", "template")),
-        ("minus an untrained extractor, at its best temperature", UNTRAINED, ()),
+        ("minus an untrained extractor, at its best", UNTRAINED, ()),
         ("minus a rule that knows the game", RULES, ("rule",)),
     )
     rows: list[Row] = []

@@ -385,9 +385,10 @@ WITHOUT_EXTRACTOR = (*FUNCTIONS, *RULES)
 """The baselines of an environment without others."""
 UNTRAINED = (
     "static-online", "static-online-all-guided", "static-online-cool", "static-online-cold",
+    "static-online-sparing",
 )  # fmt: skip
 """Recipes whose entries the model writes, untrained."""
-WRITERS = (*UNTRAINED, "static-online-sparing", *WITHOUT_EXTRACTOR)
+WRITERS = (*UNTRAINED, *WITHOUT_EXTRACTOR)
 """Recipes that differ from ``complementary`` in who writes the entries."""
 DEMONSTRATIONS = {"evolver": 300}
 """Recipes with a cold start, and how many demonstrations each is given."""
