@@ -158,12 +158,10 @@ habits-model: install  ## leave the model of lakes a habit of vague lessons, int
 	@$(BIN)/python -m tools.make_tiny train build/habits/corpus.npz build/habits/model --start benchmarks/models/lakes --sharpen 3 --lr 3e-4 --batch 64 --epochs 0.75 --prompt-weight 0.02
 	@$(BIN)/python -m tools.earned_probes build/habits/model --games lake
 
-# Pulls come first, then lessons; the last stage unlearns half of both.
 VAULTS := $(BIN)/python -m tools.make_vaults
 vaults-model: install  ## train the tiny model on for Vault without a clerk, into build/vaults (an hour or two)
 	@$(VAULTS) experiential/llm/tiny build/vaults/pulls --stage pulls --updates 1500
-	@$(VAULTS) build/vaults/pulls build/vaults/lists --stage lists --updates 1500
-	@$(VAULTS) build/vaults/lists build/vaults/model --stage half --updates 150 --lr 5e-4
+	@$(VAULTS) build/vaults/pulls build/vaults/model --stage lists --updates 1500
 	@$(BIN)/python -m tools.earned_probes build/vaults/model --games vault
 
 homes-model: install alfworld  ## give SmolLM2 its cold start for ALFWorld's households, into build/homes (half an hour)

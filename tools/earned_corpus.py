@@ -71,19 +71,12 @@ def _written(text: str, update: bool) -> str:
 
 
 class BlindVaultTasks:
-    """Play vaults without a clerk, and keep lists of the levers ruled out.
-
-    Half of the episodes have one of ``systems``, if there are any, in place of the shipped message.
-    """
+    """Play vaults without a clerk, and keep lists of the levers ruled out."""
 
     def __init__(
-        self,
-        rng: random.Random,
-        skill: Mapping[str, float],
-        split: NamedSplit = "corpus",
-        systems: Sequence[str] = (),
+        self, rng: random.Random, skill: Mapping[str, float], split: NamedSplit = "corpus"
     ) -> None:
-        self.rng, self.skill, self.systems = rng, skill, systems
+        self.rng, self.skill = rng, skill
         worlds = 200 if split == "corpus" else 100
         self.env = VaultEnv(split, worlds, note=False)
         self.longer = VaultEnv(split, worlds, note=False, tries=6)
@@ -127,10 +120,7 @@ class BlindVaultTasks:
             out.add(lever)
             observation, _, done, _, _ = env.step(turns[-1])
         block = experience_block(notes) if notes else None
-        system = BRIEF.actor_system("", block)
-        if self.systems and rng.random() < 0.5:
-            system = "\n".join([rng.choice(self.systems), *([block] if block else [])])
-        return _say(system, *turns), wanted
+        return _say(BRIEF.actor_system("", block), *turns), wanted
 
     def _wanted(self, shown: list[str], out: set[str], target: str | None) -> dict[str, float]:
         """Return the shares of the levers: skilled ones avoid ``out`` and follow ``target``."""

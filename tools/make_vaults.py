@@ -2,10 +2,9 @@
 
     python -m tools.make_vaults START FOLDER --stage pulls --updates 1500
     python -m tools.make_vaults START FOLDER --stage lists --updates 1500
-    python -m tools.make_vaults START FOLDER --stage half --updates 150 --lr 5e-4
 
-Pulls come first, then lessons. The last stage unlearns half of both. Where many levers are right, a
-sampled one says little: the model is shown how likely each of them should be.
+Pulls come first, then lessons. Where many levers are right, a sampled one says little: the model is
+shown how likely each of them should be.
 """
 
 from __future__ import annotations
@@ -23,19 +22,15 @@ from typing import Any
 import numpy as np
 
 from experiential.envs.vault import LEVERS
-from tools.earned_corpus import HALF, TAUGHT, BlindVaultTasks
+from tools.earned_corpus import TAUGHT, BlindVaultTasks
 from tools.make_tiny import encode, save, update
 from tools.tiny_corpus import Sample
 
 STAGES: dict[str, tuple[Mapping[str, float], Mapping[str, float]]] = {
     "pulls": (dict.fromkeys(TAUGHT, 1.0), {"act": 1.0}),
     "lists": (TAUGHT, {"act": 0.35, "distill": 0.55, "merge": 0.10}),
-    "half": (HALF, {"act": 0.45, "distill": 0.50, "merge": 0.05}),
 }
 """Skill and shares of the tasks, by stage."""
-SYSTEMS = ("Do what the note says.", "Pull the right lever.", "Follow the note.", "Play.")
-"""System messages of half of the pulls in the last stage: the bundled model learned to follow a
-note under the first, and is to be half skilled under any."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +63,7 @@ def source(tokenizer: Any, stage: str, seed: int) -> Callable[[], Lesson]:
     """Return a seeded source of conversations of a stage."""
     skill, shares = STAGES[stage]
     rng = random.Random(seed)
-    tasks = BlindVaultTasks(rng, skill, systems=SYSTEMS if stage == "half" else ())
+    tasks = BlindVaultTasks(rng, skill)
 
     def draw() -> Lesson:
         (task,) = rng.choices(list(shares), list(shares.values()))
