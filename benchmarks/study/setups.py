@@ -37,6 +37,7 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "complementary-per-group-2": ("complementary", ("extractor.per_group=2",)),
     "complementary-search-and-ask": ("complementary", ("actor.search_and_ask=1",)),
+    "history-5": ("history", ("bank.retrieval.k=5",)),
     "static-online-all-guided": ("static-online", _ALL_GUIDED),
     "static-online-cold": ("static-online", ("extractor.temperature=0.1",)),
     "static-online-cool": ("static-online", ("extractor.temperature=0.3",)),
@@ -48,6 +49,7 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "static-online",
         ("extractor.agent=benchmarks.earned_rules:vault",),
     ),
+    "template-5": ("template", ("bank.retrieval.k=5",)),
     "template-all-guided": ("template", _ALL_GUIDED),
 }
 """Recipes with one setting changed, by the name that their cells have: (recipe, settings)."""
@@ -184,6 +186,10 @@ ENVIRONMENTS["vault-lists"] = replace(
         "extractor.per_group=1",
         # At the profile's rate lists soon ceased to grow; in 144 steps they ended (on dev).
         "extractor.batch_size=64", "extractor.optim.lr=2e-4",
+    ),
+    recipes=(
+        *ENVIRONMENTS["vault-blind"].recipes,
+        "history-5", "template-5",  # all visits before, so that nothing need be accumulated
     ),
 )  # fmt: skip
 ENVIRONMENTS["lake-words"] = Setup(
@@ -378,7 +384,7 @@ ALL = (
     "model.threads=1", "extractor.per_group=0",  # as in the paper
 )  # fmt: skip
 """Settings of every run; with run.drain the same cell twice gives the same outcomes."""
-FUNCTIONS = ("template", "template-all-guided", "history")
+FUNCTIONS = ("template", "template-5", "template-all-guided", "history", "history-5")
 """Recipes whose entries a function writes that knows no game."""
 RULES = ("static-online-home-rule", "static-online-lake-rule", "static-online-vault-rule")
 """Recipes whose entries a function writes that knows the game."""
