@@ -256,6 +256,19 @@ ENVIRONMENTS["lake-words-drafts"] = replace(
     beside=("lake-words",),
     reader="lake-words",
 )  # fmt: skip
+# Both policies with drafts, from the model with a habit, whose actor can read from the start; as
+# many episodes as in lake-words-habits.
+ENVIRONMENTS["lake-words-habits-drafts"] = replace(
+    ENVIRONMENTS["lake-words-drafts"],
+    training=(
+        *ENVIRONMENTS["lake-words-drafts"].training, "model.name=benchmarks/models/habits",
+        "run.steps=96",
+    ),
+    curve=("eval.every=48", "eval.worlds=20", "eval.visits=4"),
+    recipes=("complementary-all-guided", "exp-only"),
+    beside=("lake-words-habits",),
+    reader=None,
+)  # fmt: skip
 # A model that nobody here made, with the settings of its quickstart.
 ENVIRONMENTS["vault-smollm2"] = Setup(
     training=(
