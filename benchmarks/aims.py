@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ HELD_OUT = ("vault-law-note", "lake-words", "alfworld-homes")
 MET = ("vault-law-note", *SEEN)
 """The same, dialects and households as training met them, on other instances."""
 MEMORY = (
-    *HELD_OUT, *SEEN, "lake-words-habits",
+    *HELD_OUT, *SEEN, "lake-words-habits", "lake-words-habits-drafts",
     "vault-law", "vault-blind", "vault-law-smollm2", "vault-smollm2", "vault",
 )  # fmt: skip
 """Where a memory was to beat every baseline without a model as extractor."""
@@ -119,10 +120,10 @@ class Study:
 def family(environment: str) -> str:
     """Return the name that variants of an environment share.
 
-    >>> family("lake-words-seen"), family("lake-words-habits"), family("vault-law-note")
+    >>> family("lake-words-seen"), family("lake-words-habits-drafts"), family("vault-law-note")
     ('lake-words', 'lake-words', 'vault-law')
     """
-    return environment.removesuffix("-note").removesuffix("-seen").removesuffix("-habits")
+    return re.sub("(-note|-seen|-habits|-drafts)+$", "", environment)
 
 
 def difference(first: Sequence[Cell], second: Sequence[Cell]) -> Interval | None:
