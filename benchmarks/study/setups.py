@@ -265,7 +265,7 @@ ENVIRONMENTS["lake-words-habits-drafts"] = replace(
         "run.steps=96",
     ),
     curve=("eval.every=48", "eval.worlds=20", "eval.visits=4"),
-    recipes=("complementary-all-guided", "exp-only"),
+    recipes=("complementary-all-guided", "exp-only", "static-online-all-guided"),
     beside=("lake-words-habits",),
     reader=None,
 )  # fmt: skip
