@@ -179,7 +179,7 @@ ENVIRONMENTS["vault-blind"] = Setup(
 )  # fmt: skip
 # The same with a model that avoids what a list rules out and keeps such lists, and one lesson for
 # each visit, as in the evaluation: of a group's plays one is distilled.
-ENVIRONMENTS["vault-lists"] = replace(
+ENVIRONMENTS["vault-blind-lists"] = replace(
     ENVIRONMENTS["vault-blind"],
     training=(
         *ENVIRONMENTS["vault-blind"].training, "model.name=benchmarks/models/vaults",
