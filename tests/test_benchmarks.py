@@ -444,6 +444,21 @@ def test_cells_come_seed_by_seed_and_all_their_settings_exist() -> None:
         study_runs.check(cells[:1], ["run.stepz=1"])
 
 
+@pytest.mark.parametrize("environment", study_setups.ENVIRONMENTS)
+def test_lessons_are_drawn_in_the_last_evaluation_as_in_training_unless_a_setup_says(
+    environment: str,
+) -> None:
+    setup = study_setups.ENVIRONMENTS[environment]
+    said = [one for one in setup.final if one.startswith("extractor.temperature=")]
+    for recipe in setup.recipes:
+        overrides = study_setups.overrides_of(environment, recipe, 0)
+        trained = load_experiment(study_setups.base_of(environment, recipe), overrides)
+        played = study_cells.evaluated(trained, environment, recipe, [*overrides, *setup.final])
+        asked = float(said[-1].split("=")[1]) if said else trained.extractor.temperature
+        assert played.extractor.temperature == asked
+        assert played.extractor.max_tokens == trained.extractor.max_tokens
+
+
 def test_what_is_finished_is_not_run_again_and_nothing_starts_when_the_time_is_up(
     finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks import demonstrations, smollm2_reader
 from benchmarks.study.setups import DEMONSTRATIONS, ENVIRONMENTS, RECIPES, base_of, overrides_of
+from experiential.config import Experiment
 from experiential.errors import ConfigError
 from experiential.evaluation.card import ARMS
 from experiential.evaluation.cell import Cell, cell_of, settings_digest
@@ -122,7 +123,8 @@ def play_cell(
             arms=tuple(
                 final_cells(
                     trainer,
-                    f"{environment}/{recipe}",
+                    environment,
+                    recipe,
                     [*overrides, *ENVIRONMENTS[environment].final, *more],
                     scratch,
                 )
@@ -179,33 +181,44 @@ def reader(environment: str, seed: int, scratch: Path, more: Sequence[str]) -> l
     return [f"model.name={output / 'actor'}", f"extractor_model={json.dumps(second)}"]
 
 
+def evaluated(
+    trained: Experiment, environment: str, recipe: str, overrides: Sequence[str]
+) -> Experiment:
+    """Return the settings of a cell's last evaluation: as trained, but for what a setup may change.
+
+    Args:
+        trained: the settings of its training.
+        environment: name of its setup.
+        recipe: name of its recipe in the study.
+        overrides: settings of the training, and after them those of this evaluation.
+    """
+    final = load_experiment(base_of(environment, recipe), overrides)
+    bank = trained.bank.model_copy(update={"retrieval": final.bank.retrieval})
+    cooled = {"temperature": final.extractor.temperature}
+    extractor = trained.extractor.model_copy(update=cooled)
+    return trained.model_copy(update={"eval": final.eval, "bank": bank, "extractor": extractor})
+
+
 def final_cells(
-    trainer: Trainer, family: str, overrides: Sequence[str], scratch: Path
+    trainer: Trainer, environment: str, recipe: str, overrides: Sequence[str], scratch: Path
 ) -> Iterator[Cell]:
     """Play the trained pair under every arm that it can play, without loading its weights.
 
     Args:
         trainer: that ran.
-        family: environment/recipe, by the names of the study.
+        environment: name of its setup.
+        recipe: name of its recipe in the study.
         overrides: settings of the training, and after them those of this evaluation.
         scratch: a folder for it.
     """
-    final = load_experiment(trainer.experiment.recipe, overrides)
-    trained = trainer.experiment
-    bank = trained.bank.model_copy(update={"retrieval": final.bank.retrieval})
-    cooled = {"temperature": final.extractor.temperature}
-    extractor = trained.extractor.model_copy(update=cooled)
-    experiment = trained.model_copy(
-        update={"eval": final.eval, "bank": bank, "extractor": extractor}
-    )
+    experiment = evaluated(trainer.experiment, environment, recipe, overrides)
     checkpoint, manifest = CheckpointStore(trainer.output / "checkpoints").latest()
     evaluation = Trainer(
         only_evaluation(experiment, ARMS),
         scratch / "evaluation",
         runtimes=(trainer.actor, trainer.extractor),
     )
-    environment, recipe = family.split("/")
-    seed = experiment.seed
+    family, seed = f"{environment}/{recipe}", experiment.seed
     for event in asyncio.run(evaluation.aevaluate(checkpoint, manifest)):
         made = cell_of(event, f"{recipe}-{seed}", experiment, checkpoint="")
         yield made.model_copy(
