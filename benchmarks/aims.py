@@ -206,8 +206,8 @@ def accumulation(found: Study) -> list[Row]:
     """Compare success by visit in Vault without a clerk with that of an ideal memory."""
     name, ideal = "success by visit follows the ideal", IDEAL[1:].mean()
     rows = [Row(name, "ideal", ", ".join(f"{100 * one:.0f}" for one in IDEAL), None)]
+    pairs = [recipe for variants in TRAINED for recipe in variants]
     for place in BLIND:
-        pairs = [recipe for variants in TRAINED for recipe in variants]
         for recipe in found.recipes(place, (*pairs, *WRITERS)):
             text = visits(found.arm(place, recipe))
             rows.append(Row(name, f"{place}: `{recipe}`", text, None))

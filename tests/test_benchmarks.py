@@ -456,7 +456,6 @@ def test_lessons_are_drawn_in_the_last_evaluation_as_in_training_unless_a_setup_
         played = study_cells.evaluated(trained, environment, recipe, [*overrides, *setup.final])
         asked = float(said[-1].split("=")[1]) if said else trained.extractor.temperature
         assert played.extractor.temperature == asked
-        assert played.extractor.max_tokens == trained.extractor.max_tokens
 
 
 def test_what_is_finished_is_not_run_again_and_nothing_starts_when_the_time_is_up(
