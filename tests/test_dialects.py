@@ -114,6 +114,57 @@ def test_the_legend_is_shown_on_request_only_and_is_true(kind: Any) -> None:
     assert hidden.digest() != shown.digest()
 
 
+def test_a_described_lake_says_where_the_goal_and_the_holes_beside_lie_and_where_a_word_led() -> (
+    None
+):
+    lake = dialects(FrozenLakeEnv, "dev", words_only=True, described=True)
+    grid = dialects(FrozenLakeEnv, "dev", words_only=True)
+    assert lake.digest() != grid.digest()
+    said: set[str] = set()
+    for seed in range(40):
+        seen, _ = lake.reset(seed=seed)
+        grid.reset(seed=seed)
+        assert isinstance(lake, FrozenLakeEnv) and isinstance(grid, FrozenLakeEnv)
+        done = False
+        while not done:
+            goal = dict.fromkeys(("up", "down", "left", "right"), 0)
+            sentence, _, holes = seen.partition("\n")[0].partition(".")
+            goal |= {way: int(n) for n, way in re.findall(r"(\d) (\w+)", sentence)}
+            (row, column), (down, right) = lake.agent, lake.lake.goal
+            assert (row + goal["down"] - goal["up"], column + goal["right"] - goal["left"]) == (
+                down,
+                right,
+            )
+            beside = {
+                name.lower()
+                for name, (dy, dx) in MOVES.items()
+                if (row + dy, column + dx) in lake.lake.holes
+            }
+            assert set(re.findall("up|down|left|right", holes)) == beside
+            word = list(MOVES)[int(lake.np_random.integers(4))]
+            seen, reward, over, cut, info = lake.step(word)
+            shown = grid.step(word)
+            assert (reward, over, cut) == shown[1:4]
+            led = re.match(r"You (moved|cannot move) (\w+)\.", info["feedback"])
+            assert led is not None and seen.endswith(info["feedback"])
+            assert led[2] == lake.dialect.direction(word).lower()
+            assert (led[1] == "moved") == (lake.agent != (row, column))
+            said.add(info["feedback"].partition(". ")[2])
+            done = over or cut
+    assert {"The agent reached the goal", "The agent fell into the hole"} <= said
+
+
+def test_a_described_lake_has_the_words_in_its_legend_and_tells_no_move_of_other_text() -> None:
+    lake = dialects(FrozenLakeEnv, words_only=True, described=True, legend=True)
+    seen, _ = lake.reset(seed=0)
+    assert re.fullmatch(r"Legend: Up moves \w+, Down moves \w+, Left .*\.", seen.split("\n")[0])
+    assert lake.step("jump")[4]["feedback"] == "No valid actions were recorded."
+    quiet = dialects(FrozenLakeEnv, words_only=True, described=True, feedback=False)
+    quiet.reset(seed=0)
+    seen, *_, info = quiet.step("Up")
+    assert info["feedback"] and info["feedback"] not in seen
+
+
 def test_words_only_leaves_the_symbols_and_deals_all_moves_to_every_split() -> None:
     names, moves = list[str](), list[set[tuple[str, ...]]]()
     for split in NAMED_SPLITS:
@@ -161,6 +212,7 @@ def test_layouts_without_dialects_stay_as_they_were() -> None:
     "arguments",
     [
         {"legend": True},
+        {"described": True, "preset": "dialects"},
         {"split": "dev"},
         {"preset": "dialects", "dialects": 121, "split": "dev"},
         {"preset": "dialects", "dialects": -1},

@@ -69,6 +69,27 @@ class Lake:
 
         return shortest_path(start, neighbours, lambda cell: cell == self.goal, limit)
 
+    def described(self, agent: Cell) -> str:
+        """Say where the goal and the holes beside the agent lie.
+
+        >>> Lake.parse(["SFF", "HFF", "FFG"]).described((0, 0))
+        'The goal is 2 down and 2 right. A hole is down.'
+        """
+        if agent == self.goal:
+            return "You are on the goal."
+        if agent in self.holes:
+            return "You are in a hole."
+        (row, column), (end_row, end_column) = agent, self.goal
+        steps = (
+            (end_row - row, "down"), (row - end_row, "up"),
+            (end_column - column, "right"), (column - end_column, "left"),
+        )  # fmt: skip
+        far = " and ".join(f"{count} {way}" for count, way in steps if count > 0)
+        beside = {way: (row + down, column + right) for way, (down, right) in MOVES.items()}
+        holes = [way.lower() for way, cell in beside.items() if cell in self.holes]
+        traps = f" A hole is {' and '.join(holes)}." if holes else ""
+        return f"The goal is {far}.{traps}"
+
 
 @dataclass(frozen=True)
 class LakeRules:
@@ -230,6 +251,7 @@ class FrozenLakeEnv(GridEnv):
         dialects: int | None = None,
         legend: bool = False,
         words_only: bool = False,
+        described: bool = False,
         feedback: Wording = True,
         preset: str | None = None,
         render_mode: str | None = None,
@@ -240,6 +262,9 @@ class FrozenLakeEnv(GridEnv):
             "sizes": sides, "frozen": shares, "budget": budget, "symbols": symbols,
             "shortest": shortest, "dialects": dialects,
         }  # fmt: skip
+        if described and not words_only:
+            raise ConfigError("Expected described only with words_only, got it without")
+        self.described = described
         self.rules = rules = LakeRules(**with_preset(preset or "erl", self.presets, {}, **given))
         self._rows: list[tuple[int, int, float]] = []
         if data is not None:
@@ -263,6 +288,12 @@ class FrozenLakeEnv(GridEnv):
             legend,
             words_only,
         )
+
+    def _contents(self) -> Iterator[str]:
+        """Yield also whether the lake is described, if it is."""
+        yield from super()._contents()
+        if self.described:
+            yield "described"
 
     def _solve(self) -> list[str] | None:
         """Return a shortest way from here to the goal, or None (the agent is in a hole)."""
@@ -291,6 +322,20 @@ class FrozenLakeEnv(GridEnv):
         if after == self.lake.goal:
             return "won"
         return "lost" if after in self.lake.holes else "moved"
+
+    def _meanings(self) -> list[str]:
+        return [] if self.described else super()._meanings()
+
+    def _view(self) -> str:
+        """Return the grid, or sentences in its place."""
+        return self.lake.described(self.agent) if self.described else self._grid()
+
+    def _message(self, event: Event, direction: str | None, changed: bool) -> str:
+        said = super()._message(event, direction, changed)
+        if not self.described or direction is None:
+            return said
+        went = f"You {'moved' if changed else 'cannot move'} {direction.lower()}."
+        return went if event in ("moved", "blocked") else f"{went} {said}"
 
     def _tiles(self) -> tuple[int, dict[Cell, str], str]:
         agent, goal, hole, frozen, fallen, arrived = self.symbols

@@ -191,14 +191,15 @@ class GridEnv(TextEnv):
         """Make one move: Up, Down, Left or Right, bare or in ``<action>…</action>``."""
         name = parse_action(action, MOVES)
         event: Event = "blocked"
-        if name is not None:
-            event = self._move(MOVES[self.dialect.direction(name)])
+        direction = None if name is None else self.dialect.direction(name)
+        if direction is not None:
+            event = self._move(MOVES[direction])
+        changed = event != "blocked"
         self.turn += 1
         over = event in ("won", "lost")
         if not over and self.turn >= self.budget:
             event = "limit"
-        wording = NEUTRAL if self._feedback == "neutral" else self.wording
-        feedback, success = wording[event], event == "won"
+        feedback, success = self._message(event, direction, changed), event == "won"
         observation = self._observed()
         if feedback and self._feedback:
             observation += f"\n\n{feedback}"
@@ -225,13 +226,25 @@ class GridEnv(TextEnv):
         )
 
     def _observed(self) -> str:
-        """Return the grid, below the legend where one is shown."""
+        """Return what is seen of the layout, below the legend where one is shown."""
         if not self.legend:
-            return self._grid()
-        roles = zip(self.dialect.symbols, self.roles, strict=True)
-        said = [f"{symbol} {role}" for symbol, role in roles]
+            return self._view()
         moves = [f"{word} moves {self.dialect.direction(word).lower()}" for word in DIRECTIONS]
-        return f"Legend: {', '.join(said)}; {', '.join(moves)}.\n\n{self._grid()}"
+        meanings = [*self._meanings(), ", ".join(moves)]
+        return f"Legend: {'; '.join(meanings)}.\n\n{self._view()}"
+
+    def _meanings(self) -> list[str]:
+        """Return what the legend says before the moves."""
+        roles = zip(self.dialect.symbols, self.roles, strict=True)
+        return [", ".join(f"{symbol} {role}" for symbol, role in roles)]
+
+    def _view(self) -> str:
+        """Return what the agent sees of the layout."""
+        return self._grid()
+
+    def _message(self, event: Event, direction: str | None, changed: bool) -> str:
+        """Return the feedback on a move, which had an effect or not; without direction, on text."""
+        return (NEUTRAL if self._feedback == "neutral" else self.wording)[event]
 
     def _grid(self) -> str:
         rows = rows_of(*self._tiles())
