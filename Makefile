@@ -33,7 +33,7 @@ CLUSTER_SMOLLM2 := $(CLUSTER_VENV)/.smollm2
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install alfworld quickstart test test-slow cluster test-cluster chaos test-bare test-examples test-elsewhere crash lint shape docs bench tiny-models earned-model lakes-model habits-model vaults-model homes-model clean
+.PHONY: help install alfworld quickstart test test-slow cluster test-cluster chaos test-bare test-examples test-elsewhere crash lint shape docs bench tiny-models earned-model lakes-model habits-model vaults-model dialects-model homes-model clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -163,6 +163,9 @@ vaults-model: install  ## train the tiny model on for Vault without a clerk, int
 	@$(VAULTS) experiential/llm/tiny build/vaults/pulls --stage pulls --updates 1500
 	@$(VAULTS) build/vaults/pulls build/vaults/model --stage lists --updates 1500
 	@$(BIN)/python -m tools.earned_probes build/vaults/model --games vault
+
+dialects-model: install  ## give SmolLM2 its cold start for dialects of FrozenLake, into build/dialects (half an hour)
+	@$(BIN)/python -m benchmarks.dialects start build/dialects
 
 homes-model: install alfworld  ## give SmolLM2 its cold start for ALFWorld's households, into build/homes (half an hour)
 	@$(BIN)/python -m benchmarks.households start build/homes

@@ -2,9 +2,9 @@
 
 The best that an extractor could do there: `extractor.agent=benchmarks.earned_rules:vault` keeps the
 list of the levers tried in vain, or the one that opened; `...:lake` compares each board of
-FrozenLake with the one before; `...:home` lists what was seen where in a household of ALFWorld.
-All go on from the entry that the actor was shown. They know the games, so they bound an extractor
-from above and are no method.
+FrozenLake with the one before, and `...:dialect` reads the sentences in its place; `...:home` lists
+what was seen where in a household of ALFWorld. All go on from the entry that the actor was shown.
+They know the games, so they bound an extractor from above and are no method.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks import dialects
 from benchmarks.households import house_of, listed, listing, sights
 from experiential.agents.functions import FunctionExtractor
 from experiential.envs.grid import MOVES
@@ -86,6 +87,19 @@ def lake_lesson(trajectory: Trajectory, known: str) -> str:
     return legend(name, found) if found else ""
 
 
+def dialect_lesson(trajectory: Trajectory, known: str) -> str:
+    """Return which word moves where, by the sentences after the moves and the entry known.
+
+    >>> from experiential.types import Turn
+    >>> turn = Turn(observation="The goal is 3 up.", action="Up", feedback="You moved left.")
+    >>> visit = Trajectory(task="Cross the ice in the dialect of Iron Mill.", turns=(turn,))
+    >>> dialect_lesson(visit, "In the dialect of Iron Mill: to go up, say Down.")
+    'In the dialect of Iron Mill: to go up, say Down, to go left, say Up.'
+    """
+    found = dialects.words_of(known) | dialects.moved(trajectory)
+    return dialects.legend(dialects.dialect_of(trajectory.task), found) if found else ""
+
+
 def home_lesson(trajectory: Trajectory, known: str) -> str:
     """Return where each kind of object was seen, in this visit or by the entry known.
 
@@ -107,6 +121,11 @@ def vault(llm: LLM, **options: Any) -> Rule:
 def lake(llm: LLM, **options: Any) -> Rule:
     """Build the rule for FrozenLake as an extractor."""
     return Rule(lake_lesson)
+
+
+def dialect(llm: LLM, **options: Any) -> Rule:
+    """Build the rule for FrozenLake in sentences as an extractor."""
+    return Rule(dialect_lesson)
 
 
 def home(llm: LLM, **options: Any) -> Rule:

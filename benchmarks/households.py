@@ -24,8 +24,6 @@ import argparse
 import json
 import random
 import re
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -35,17 +33,17 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import cold_start
+from benchmarks.cold_start import Chat
 from experiential.agents.actor import ActorAgent
 from experiential.agents.extractor import ExtractorAgent
-from experiential.agents.prompts import experience_block, prompt_set
+from experiential.agents.prompts import experience_block
 from experiential.config import Experiment
-from experiential.llm.models import open_model, resolve_model
-from experiential.llm.scripted import ScriptedLLM
+from experiential.llm.models import open_model
 from experiential.recipe import load_experiment
 from experiential.rollout import make_env
 from experiential.training.roles import prompt_set_name
-from experiential.training.trainer import Trainer
-from experiential.types import Experience, Trajectory, Turn
+from experiential.types import Experience, Trajectory
 
 SETTINGS = (
     "env.id=experiential/ALFWorld-v0", "env.max_turns=10",
@@ -180,7 +178,7 @@ def explored(env: Any, world: int, rng: random.Random, looks: int) -> tuple[dict
     return sights("\n".join(said)), "\n".join(said)
 
 
-def demonstrations(experiment: Experiment, stage: Stage, seed: int) -> Iterator[dict[str, Any]]:
+def demonstrations(experiment: Experiment, stage: Stage, seed: int) -> Iterator[Chat]:
     """Yield the chats of a stage, played in the training households: acting, distilling."""
     rng = random.Random(seed)
     with closing(make_env(experiment.env, experiment.env.train)) as env:
@@ -193,7 +191,7 @@ def demonstrations(experiment: Experiment, stage: Stage, seed: int) -> Iterator[
                 if known:
                     task = env.unwrapped.task  # type: ignore[attr-defined]
                     note = listing(house_of(task), known) if rng.random() < 0.5 else said
-            chat, trajectory = played(env, world, known, note, experiment, rng)
+            chat, trajectory = walked(env, world, known, note, experiment, rng)
             if trajectory.success:
                 yield chat
             if rng.random() < stage.distilled:
@@ -204,62 +202,28 @@ def demonstrations(experiment: Experiment, stage: Stage, seed: int) -> Iterator[
                 yield distilled(trajectory, entry, experiment)
 
 
-def played(
+def walked(
     env: Any,
     world: int,
     known: Mapping[str, str],
     note: str,
     experiment: Experiment,
     rng: random.Random,
-) -> tuple[dict[str, Any], Trajectory]:
-    """Play one episode with a note, or an empty one; return it as a chat and as a trajectory."""
-    said: list[str] = []
-    llm = ScriptedLLM(lambda messages: said[-1])
-    options = experiment.actor.options
-    agent = ActorAgent(
-        llm,
-        prompts=prompt_set_name(experiment.model),
-        instruction=options.instruction,
-        advice=options.advice,
-        constrain=True,
+) -> tuple[Chat, Trajectory]:
+    """Play one episode by what is known; return it as a chat and as a trajectory."""
+    return cold_start.played(
+        env, world, note, lambda seen: Resident(seen, known, rng).act, experiment, rng
     )
-    observation, info = env.reset(seed=rng.randrange(2**31), options={"world": world})
-    resident = Resident(observation, known, rng)
-    info |= {"experience_prompt": experience_block([note])} if note else {}
-    chat: list[dict[str, str]] = []
-    turns: list[Turn] = []
-    done, reward = False, 0.0
-    while not done:
-        said.append(resident.act(info))
-        action = agent.act(observation, info)
-        asked = [dict(message) for message in llm.calls[-1]]
-        chat = [*asked, {"role": "assistant", "content": action}]
-        following, reward, terminated, truncated, info = env.step(action)
-        turns.append(Turn(observation=observation, action=action, feedback=info["feedback"]))
-        observation, done = following, terminated or truncated
-    trajectory = Trajectory(
-        task=info["task"], turns=tuple(turns), success=info["success"], reward=reward
-    )
-    return {"messages": chat}, trajectory
 
 
-def distilled(
-    trajectory: Trajectory, known: Mapping[str, str], experiment: Experiment
-) -> dict[str, Any]:
+def distilled(trajectory: Trajectory, known: Mapping[str, str], experiment: Experiment) -> Chat:
     """Return the chat in which an extractor adds what was seen to the list that was known."""
     house = house_of(trajectory.task)
-    entries = [Experience(text=listing(house, known))] if known else []
     seen = sights("\n".join(turn.feedback for turn in trajectory.turns))
-    operation: dict[str, Any] = {"op": "return"}
-    if seen.keys() - known.keys():
-        text = listing(house, {**known, **seen})
-        operation = (
-            {"op": "update", "entry": 1, "text": text} if known else {"op": "add", "text": text}
-        )
-    answer = json.dumps({"operations": [operation]}, separators=(",", ":"))
-    prompts = prompt_set(prompt_set_name(experiment.model))
-    asked = prompts.distill_messages(trajectory, entries, experiment.extractor.max_operations)
-    return {"messages": [*asked, {"role": "assistant", "content": answer}]}
+    text = listing(house, {**known, **seen}) if seen.keys() - known.keys() else ""
+    return cold_start.distilled(
+        trajectory, listing(house, known) if known else "", text, experiment
+    )
 
 
 def house_of(task: str) -> str:
@@ -269,36 +233,16 @@ def house_of(task: str) -> str:
 
 def write(file: Path, stage: Stage, seed: int) -> int:
     """Write the demonstrations of a stage; return how many chats these are."""
-    experiment = load_experiment("complementary+small", [*SETTINGS, "model.name=smollm2"])
-    chats = list(demonstrations(experiment, stage, seed))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(chat) + "\n" for chat in chats), encoding="utf-8")
-    return len(chats)
+    return cold_start.write(demonstrations(_experiment(), stage, seed), file)
 
 
 def train(model: str, stage: Stage, seed: int, folder: Path) -> None:
     """Train a model on the demonstrations of a stage and save it, adapter merged."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    cold_start.train(demonstrations(_experiment(), stage, seed), SETTINGS, model, seed, folder)
 
-    with tempfile.TemporaryDirectory() as scratch:
-        chats, run = Path(scratch) / "demonstrations.jsonl", Path(scratch) / "run"
-        print(f"{write(chats, stage, seed)} chats of {stage.episodes} episodes", flush=True)
-        experiment = load_experiment(
-            "grpo+small",
-            [
-                *SETTINGS, f"model.name={model}", f"seed={seed}", "run.steps=0", "model.threads=1",
-                "eval.before=false", "eval.after=false",
-                f"methods.cold_start={{demonstrations: {chats}, batch_size: 4}}",
-            ],
-        )  # fmt: skip
-        Trainer(experiment, run, observer=_tell).run()
-        base = AutoModelForCausalLM.from_pretrained(resolve_model(model))
-        trained: Any = PeftModel.from_pretrained(base, run / "actor")
-        merged = Path(scratch) / "merged"  # the model may lie in the very folder
-        trained.merge_and_unload().half().save_pretrained(merged)
-        AutoTokenizer.from_pretrained(run / "actor").save_pretrained(merged)
-        shutil.copytree(merged, folder, dirs_exist_ok=True)
+
+def _experiment() -> Experiment:
+    return load_experiment("complementary+small", [*SETTINGS, "model.name=smollm2"])
 
 
 def probe(
@@ -342,7 +286,7 @@ def probe(
                     observation, _, terminated, truncated, info = env.step(action)
                     done = terminated or truncated
                 won[arm].append(info["success"])
-            _, trajectory = played(env, world, {}, "", experiment, rng)
+            _, trajectory = walked(env, world, {}, "", experiment, rng)
             kinds = rng.sample(sorted(known), min(len(known), number % 4))
             entry = {kind: known[kind] for kind in kinds}
             told.update(_graded(extractor, trajectory, entry))
@@ -366,12 +310,6 @@ def _graded(
     if text:
         graded += Counter(right=right, wrong=len(found) - right, left_out=len(wanted) - right)
     return graded
-
-
-def _tell(event: Mapping[str, Any]) -> None:
-    if event["event"] == "cold_start":
-        shown = {key: event[key] for key in ("updates", "first_loss", "loss", "seconds")}
-        print(json.dumps(shown), flush=True)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from benchmarks import households
+from benchmarks import dialects, households
 from experiential.config import Arm
 
 RECIPES = (
@@ -40,6 +40,10 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "history-5": ("history", ("bank.retrieval.k=5",)),
     "static-online-all-guided": ("static-online", _ALL_GUIDED),
     "static-online-cold": ("static-online", ("extractor.temperature=0.1",)),
+    "static-online-dialect-rule": (
+        "static-online",
+        ("extractor.agent=benchmarks.earned_rules:dialect",),
+    ),
     "static-online-cool": ("static-online", ("extractor.temperature=0.3",)),
     "static-online-home-rule": ("static-online", ("extractor.agent=benchmarks.earned_rules:home",)),
     "static-online-lake-rule": ("static-online", ("extractor.agent=benchmarks.earned_rules:lake",)),
@@ -335,6 +339,25 @@ ENVIRONMENTS["vault-blind-smollm2"] = replace(
     curve=("eval.every=8", "eval.worlds=20", "eval.visits=4", "eval.temperature=1.0"),
     final=("eval.worlds=40", "eval.visits=6"),
 )  # fmt: skip
+# Dialects for that model, told in sentences, after a cold start: it does not read a grid.
+ENVIRONMENTS["lake-words-smollm2"] = Setup(
+    training=(
+        *dialects.SETTINGS, "env.visits=4", "actor.groups=8", "actor.group_size=8",
+        "actor.mini_batches=1", "actor.epochs=1",
+        "actor.optim.lr=1e-4",  # as in households
+        "extractor.per_group=1", "extractor.batch_size=8", "extractor.optim.lr=3e-4",
+        "extractor.max_tokens=80", "bank.embedder=hashing",
+        "bank.retrieval.strategy=recent", "bank.retrieval.floor=-1.0",
+        "bank.options.retrieval.same_task=true", "run.steps=24",
+    ),
+    curve=("eval.every=24", "eval.worlds=20", "eval.visits=4", "eval.temperature=1.0"),
+    final=("eval.worlds=40", "eval.visits=4"),
+    recipes=(
+        "grpo", "static-online", "complementary", "template", "history",
+        "static-online-dialect-rule", "erl", "erl-no-reflection",
+    ),
+    profile="small",
+)  # fmt: skip
 # Households of ALFWorld, in which a kind of object is always kept in one place, for that model.
 ENVIRONMENTS["alfworld-homes"] = Setup(
     training=(
@@ -399,7 +422,10 @@ ALL = (
 """Settings of every run; with run.drain the same cell twice gives the same outcomes."""
 FUNCTIONS = ("template", "template-5", "template-all-guided", "history", "history-5")
 """Recipes whose entries a function writes that knows no game."""
-RULES = ("static-online-home-rule", "static-online-lake-rule", "static-online-vault-rule")
+RULES = (
+    "static-online-dialect-rule", "static-online-home-rule", "static-online-lake-rule",
+    "static-online-vault-rule",
+)  # fmt: skip
 """Recipes whose entries a function writes that knows the game."""
 WITHOUT_EXTRACTOR = (*FUNCTIONS, *RULES)
 """The baselines of an environment without others."""

@@ -1,0 +1,92 @@
+"""Demonstrations in dialects of FrozenLake: a note wins, and lessons say where words led."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from random import Random
+
+import pytest
+
+from benchmarks.dialects import (
+    SETTINGS,
+    demonstrations,
+    dialect_of,
+    legend,
+    meanings,
+    moved,
+    walked,
+    words_of,
+)
+from benchmarks.earned_rules import dialect_lesson
+from experiential.agents.operations import parse_operations
+from experiential.config import Experiment
+from experiential.envs.dialect import dialects_of
+from experiential.recipe import load_experiment
+from experiential.rollout import make_env
+from experiential.types import Add, Trajectory, Turn, Update
+
+TASK = "Cross the ice in the dialect of Iron Mill."
+
+
+@pytest.fixture(scope="module")
+def experiment() -> Experiment:
+    return load_experiment("complementary+small", [*SETTINGS, "model.name=smollm2"])
+
+
+def lesson(known: str, **feedback: str) -> str:
+    turns = (Turn(observation="", action=word, feedback=one) for word, one in feedback.items())
+    return dialect_lesson(Trajectory(task=TASK, turns=tuple(turns)), known)
+
+
+def test_a_lesson_adds_where_words_led_and_corrects_what_was_known() -> None:
+    assert dialect_of(TASK) == "Iron Mill"
+    assert lesson("", Up="No valid actions were recorded.") == ""
+    found = lesson(
+        "", Up="You moved left. The agent fell into the hole", Left="You cannot move up."
+    )
+    assert words_of(found) == {"Up": "Left", "Left": "Up"}
+    known = legend("Iron Mill", {"Up": "Down", "Right": "Right"})
+    assert words_of(lesson(known, Up="You moved left.")) == {"Up": "Left", "Right": "Right"}
+    assert lesson(known) == known
+
+
+def test_who_knows_all_words_wins_and_who_knows_none_seldom_does(experiment: Experiment) -> None:
+    with closing(make_env(experiment.env, {"split": "dev", "dialects": 40})) as env:
+        lake = env.unwrapped
+        won = {"all": 0, "none": 0}
+        for world in range(40):
+            known = meanings(lake.dialects[world])  # type: ignore[attr-defined]
+            for name, told in (("all", known), ("none", {})):
+                _, trajectory = walked(env, world, told, "", experiment, Random(world))
+                won[name] += trajectory.success
+                assert moved(trajectory).items() <= known.items()
+        assert won["all"] == 40
+        assert 4 <= won["none"] <= 24
+
+
+def test_demonstrations_are_plays_that_were_won_and_lessons_that_are_right(
+    experiment: Experiment,
+) -> None:
+    chats = list(demonstrations(experiment, 60, seed=3))
+    assert chats == list(demonstrations(experiment, 60, seed=3))
+    right = {one.name: meanings(one) for one in dialects_of("corpus", "ABCD", words_only=True)}
+    kinds: set[str] = set()
+    for chat in chats:
+        system, asked, *_, said = chat["messages"]
+        if system["content"].startswith("Play."):
+            noted = "<experience>" in asked["content"]
+            if noted:
+                name = asked["content"].partition("dialect of ")[2].partition(":")[0]
+                assert words_of(asked["content"]).items() <= right[name].items()
+            kinds.add("noted" if noted else "plain")
+            continue
+        json.loads(said["content"])
+        shown = int("Used:" in asked["content"])
+        [operation] = parse_operations(said["content"], max_operations=1, shown=shown).operations
+        kinds.add(operation.op)
+        if isinstance(operation, Add | Update):
+            name = asked["content"].partition("dialect of ")[2].partition(".")[0]
+            before = words_of(asked["content"].partition("Play:")[0])
+            assert before.items() < words_of(operation.text).items() <= right[name].items()
+    assert kinds == {"noted", "plain", "add", "update", "return"}
