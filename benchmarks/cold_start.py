@@ -60,7 +60,8 @@ def played(
         asked = [dict(message) for message in llm.calls[-1]]
         chat = [*asked, {"role": "assistant", "content": action}]
         following, reward, terminated, truncated, info = env.step(action)
-        turns.append(Turn(observation=observation, action=action, feedback=info["feedback"]))
+        # As a rollout records it.
+        turns.append(Turn(observation=observation, action=action, feedback=following))
         observation, done = following, terminated or truncated
     trajectory = Trajectory(
         task=info["task"], turns=tuple(turns), success=info["success"], reward=reward

@@ -89,7 +89,7 @@ def moved(trajectory: Trajectory) -> dict[str, str]:
     """Return the words of an episode, each with where it led, or did not because of the edge."""
     found: dict[str, str] = {}
     for turn in trajectory.turns:
-        went = re.match(r"You (?:moved|cannot move) (\w+)\.", turn.feedback)
+        went = re.search(r"You (?:moved|cannot move) (\w+)\.", turn.feedback)
         if went:
             found[turn.action] = went[1].capitalize()
     return found

@@ -88,13 +88,14 @@ def lake_lesson(trajectory: Trajectory, known: str) -> str:
 
 
 def dialect_lesson(trajectory: Trajectory, known: str) -> str:
-    """Return which word moves where, by the sentences after the moves and the entry known.
+    r"""Return which word moves where, by the sentences after the moves and the entry known.
 
     >>> from experiential.types import Turn
-    >>> turn = Turn(observation="The goal is 3 up.", action="Up", feedback="You moved left.")
+    >>> after = "The goal is 4 up.\n\nYou moved down."
+    >>> turn = Turn(observation="The goal is 3 up.", action="Up", feedback=after)
     >>> visit = Trajectory(task="Cross the ice in the dialect of Iron Mill.", turns=(turn,))
     >>> dialect_lesson(visit, "In the dialect of Iron Mill: to go up, say Down.")
-    'In the dialect of Iron Mill: to go up, say Down, to go left, say Up.'
+    'In the dialect of Iron Mill: to go up, say Down, to go down, say Up.'
     """
     found = dialects.words_of(known) | dialects.moved(trajectory)
     return dialects.legend(dialects.dialect_of(trajectory.task), found) if found else ""

@@ -43,7 +43,9 @@ def test_a_lesson_adds_where_words_led_and_corrects_what_was_known() -> None:
     assert dialect_of(TASK) == "Iron Mill"
     assert lesson("", Up="No valid actions were recorded.") == ""
     found = lesson(
-        "", Up="You moved left. The agent fell into the hole", Left="You cannot move up."
+        "",
+        Up="You are in a hole.\n\nYou moved left. The agent fell into the hole",
+        Left="You cannot move up.",
     )
     assert words_of(found) == {"Up": "Left", "Left": "Up"}
     known = legend("Iron Mill", {"Up": "Down", "Right": "Right"})
