@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -20,11 +21,15 @@ from benchmarks.dialects import (
 )
 from benchmarks.earned_rules import dialect_lesson
 from experiential.agents.operations import parse_operations
+from experiential.agents.prompts import prompt_set
+from experiential.bank.bank import ExperienceBank
 from experiential.config import Experiment
 from experiential.envs.dialect import dialects_of
 from experiential.recipe import load_experiment
 from experiential.rollout import make_env
+from experiential.training.roles import prompt_set_name
 from experiential.types import Add, Trajectory, Turn, Update
+from experiential.wrappers import ExperienceWrapper
 
 TASK = "Cross the ice in the dialect of Iron Mill."
 
@@ -92,3 +97,21 @@ def test_demonstrations_are_plays_that_were_won_and_lessons_that_are_right(
             before = words_of(asked["content"].partition("Play:")[0])
             assert before.items() < words_of(operation.text).items() <= right[name].items()
     assert kinds == {"noted", "plain", "add", "update", "return"}
+
+
+def test_an_extractor_is_shown_plays_as_an_episode_records_them(
+    experiment: Experiment, tmp_path: Path
+) -> None:
+    with (
+        ExperienceBank(tmp_path, embedder="hashing") as bank,
+        closing(make_env(experiment.env, {"split": "dev", "dialects": 3})) as env,
+    ):
+        recorded = ExperienceWrapper(env, bank)
+        for world in range(3):
+            seeds = Random(world)
+            _, trajectory = walked(recorded, world, {}, "", experiment, seeds)
+            assert recorded.last_trajectory is not None
+            prompts = prompt_set(prompt_set_name(experiment.model))
+            assert prompts.distill_messages(trajectory, [], 1) == prompts.distill_messages(
+                recorded.last_trajectory, [], 1
+            )
