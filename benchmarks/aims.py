@@ -49,7 +49,7 @@ BLIND = ("vault-blind", "vault-blind-lists", "vault-blind-smollm2")
 """Vault without a clerk: with a model that forgets no lever found, with one that also avoids those
 ruled out, and with one that nobody here made."""
 MEMORY = (
-    *HELD_OUT, *SEEN, "lake-words-habits", "lake-words-habits-drafts",
+    *HELD_OUT, *SEEN, "lake-words-habits", "lake-words-habits-drafts", "lake-words-smollm2",
     *BLIND, "vault-law", "vault-law-smollm2", "vault-smollm2", "vault",
 )  # fmt: skip
 """Where a memory was to beat every baseline without a model as extractor."""
@@ -250,7 +250,7 @@ def reflection(found: Study) -> list[Row]:
     """Compare ERL with GRPO and with its ablation, in dialects."""
     return [
         Row(f"{place}: ERL", f"minus `{other}`, aim above zero", show_points(gap), gap.low > 0)
-        for place in ("lake-words", "lake-words-seen")
+        for place in ("lake-words", "lake-words-seen", "lake-words-smollm2")
         for other in ("grpo", "erl-no-reflection")
         if (gap := difference(found.arm(place, "erl", "off"), found.arm(place, other, "off")))
     ]
