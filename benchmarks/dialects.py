@@ -3,6 +3,7 @@
     python -m benchmarks.dialects demonstrations OUT.jsonl [--seed 0]
     python -m benchmarks.dialects start build/dialects [--seed 0]
     python -m benchmarks.dialects probe build/dialects [--episodes 48]
+    python -m benchmarks.dialects worth [--episodes 400]
 
 A world is a dialect, in which each word for a move leads somewhere of its own. The observation is a
 sentence, because this model does not read a grid: where the goal and the holes beside the agent
@@ -14,7 +15,8 @@ which an extractor writes the note or goes on with it. ``start`` trains a LoRA a
 saves the model with it merged, which all recipes of the study's environment ``lake-words-smollm2``
 start from. ``probe`` says what a model can do in dialects of the split dev: how often it succeeds
 with a note of all words, with that of another dialect, and without, and how right its own notes
-about plays of the script are.
+about plays of the script are. ``worth`` says how often the script itself wins there, by how many
+words it is told before.
 """
 
 from __future__ import annotations
@@ -226,6 +228,22 @@ def probe(model: str, episodes: int, dialects: int = 24) -> dict[str, Any]:
         }
 
 
+def worth(episodes: int, dialects: int = 40) -> dict[str, float]:
+    """Return how often the script wins in dialects of the split dev, by the words it is told."""
+    experiment, won = _experiment("smollm2"), dict[str, float]()
+    with closing(make_env(experiment.env, {"split": "dev", "dialects": dialects})) as env:
+        lake: Any = env.unwrapped
+        for count in range(len(DIRECTIONS) + 1):
+            rng, successes = random.Random(0), 0
+            for number in range(episodes):
+                world = number % dialects
+                known = meanings(lake.dialects[world])
+                told = {word: known[word] for word in rng.sample(DIRECTIONS, count)}
+                successes += walked(env, world, told, "", experiment, rng)[1].success
+            won[f"success if told {count} words"] = successes / episodes
+    return won
+
+
 def _graded(
     extractor: ExtractorAgent,
     trajectory: Trajectory,
@@ -259,9 +277,13 @@ def main() -> None:
     asked = commands.add_parser("probe", help="say what a model can do")
     asked.add_argument("model")
     asked.add_argument("--episodes", type=int, default=48)
+    valued = commands.add_parser("worth", help="say what words are worth to the script")
+    valued.add_argument("--episodes", type=int, default=400)
     options = parser.parse_args()
     if options.command == "probe":
         print(json.dumps(probe(options.model, options.episodes), indent=1))
+    elif options.command == "worth":
+        print(json.dumps(worth(options.episodes), indent=1))
     elif options.command == "demonstrations":
         print(f"{write(options.out, options.seed)} chats: {options.out}")
     else:

@@ -18,6 +18,7 @@ from benchmarks.dialects import (
     moved,
     walked,
     words_of,
+    worth,
 )
 from benchmarks.earned_rules import dialect_lesson
 from experiential.agents.operations import parse_operations
@@ -70,6 +71,11 @@ def test_who_knows_all_words_wins_and_who_knows_none_seldom_does(experiment: Exp
                 assert moved(trajectory).items() <= known.items()
         assert won["all"] == 40
         assert 4 <= won["none"] <= 24
+
+
+def test_each_word_told_is_worth_something_and_three_are_worth_all() -> None:
+    won = list(worth(80, dialects=20).values())
+    assert won == sorted(won) and won[0] < 0.5 < won[2] < won[3] == won[4] == 1.0
 
 
 def test_demonstrations_are_plays_that_were_won_and_lessons_that_are_right(
