@@ -69,13 +69,21 @@ def played(
     return {"messages": chat}, trajectory
 
 
-def distilled(trajectory: Trajectory, entry: str, text: str, experiment: Experiment) -> Chat:
-    """Return the chat in which an extractor writes a text, or returns where it is empty.
+def distilled(
+    trajectory: Trajectory,
+    known: Mapping[str, str],
+    seen: Mapping[str, str],
+    say: Callable[[Mapping[str, str]], str],
+    experiment: Experiment,
+) -> Chat:
+    """Return the chat in which an extractor adds what was seen in a play to what was known.
 
-    The text goes in the place of the entry that was shown, if there was one.
+    Where nothing was known, no entry is shown; where nothing is new, the answer adds nothing.
+    ``say`` makes the text of an entry.
     """
-    operation: dict[str, Any] = {"op": "return"}
-    if text:
+    entry, operation = say(known) if known else "", dict[str, Any](op="return")
+    if seen.keys() - known.keys():
+        text = say({**known, **seen})
         operation = (
             {"op": "update", "entry": 1, "text": text} if entry else {"op": "add", "text": text}
         )
@@ -84,6 +92,19 @@ def distilled(trajectory: Trajectory, entry: str, text: str, experiment: Experim
     shown = [Experience(text=entry)] if entry else []
     asked = prompts.distill_messages(trajectory, shown, experiment.extractor.max_operations)
     return {"messages": [*asked, {"role": "assistant", "content": answer}]}
+
+
+def wins(actor: ActorAgent, env: Any, world: int, note: str, seed: int) -> bool:
+    """Play one episode by a model with a note, or an empty one; return whether it is won."""
+    observation, info = env.reset(seed=seed, options={"world": world})
+    info |= {"experience_prompt": experience_block([note])} if note else {}
+    actor.reset(seed=seed)
+    done = False
+    while not done:
+        action = actor.act(observation, info)
+        observation, _, terminated, truncated, info = env.step(action)
+        done = terminated or truncated
+    return bool(info["success"])
 
 
 def write(chats: Iterable[Chat], file: Path) -> int:

@@ -28,6 +28,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,6 @@ from benchmarks import cold_start
 from benchmarks.cold_start import Chat
 from experiential.agents.actor import ActorAgent
 from experiential.agents.extractor import ExtractorAgent
-from experiential.agents.prompts import experience_block
 from experiential.config import Experiment
 from experiential.envs.dialect import DIRECTIONS, Dialect
 from experiential.llm.models import open_model
@@ -170,9 +170,8 @@ def walked(
 
 def distilled(trajectory: Trajectory, known: Mapping[str, str], experiment: Experiment) -> Chat:
     """Return the chat in which an extractor adds the words of a play to those known."""
-    name, seen = dialect_of(trajectory.task), moved(trajectory)
-    text = legend(name, {**known, **seen}) if seen.keys() - known.keys() else ""
-    return cold_start.distilled(trajectory, legend(name, known) if known else "", text, experiment)
+    say = partial(legend, dialect_of(trajectory.task))
+    return cold_start.distilled(trajectory, known, moved(trajectory), say, experiment)
 
 
 def write(file: Path, seed: int) -> int:
@@ -207,18 +206,10 @@ def probe(model: str, episodes: int, dialects: int = 24) -> dict[str, Any]:
         for number in range(episodes):
             world = number % dialects
             other = next(one for one in known[world:] + known if one != known[world])
+            name = env.unwrapped.dialects[world].name  # type: ignore[attr-defined]
             for arm, words in (("its own", known[world]), ("another's", other), ("no", {})):
-                observation, info = env.reset(seed=number, options={"world": world})
-                if words:
-                    note = legend(dialect_of(info["task"]), some(words, rng, 1.0))
-                    info |= {"experience_prompt": experience_block([note])}
-                actor.reset(seed=number)
-                done = False
-                while not done:
-                    action = actor.act(observation, info)
-                    observation, _, terminated, truncated, info = env.step(action)
-                    done = terminated or truncated
-                won[arm].append(info["success"])
+                note = legend(name, some(words, rng, 1.0)) if words else ""
+                won[arm].append(cold_start.wins(actor, env, world, note, number))
             _, trajectory = walked(env, world, {}, "", experiment, rng)
             entry = some(known[world], rng, 0.1) if number % 2 else {}
             told.update(_graded(extractor, trajectory, entry, known[world]))

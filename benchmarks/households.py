@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,6 @@ from benchmarks import cold_start
 from benchmarks.cold_start import Chat
 from experiential.agents.actor import ActorAgent
 from experiential.agents.extractor import ExtractorAgent
-from experiential.agents.prompts import experience_block
 from experiential.config import Experiment
 from experiential.llm.models import open_model
 from experiential.recipe import load_experiment
@@ -218,12 +218,9 @@ def walked(
 
 def distilled(trajectory: Trajectory, known: Mapping[str, str], experiment: Experiment) -> Chat:
     """Return the chat in which an extractor adds what was seen to the list that was known."""
-    house = house_of(trajectory.task)
     seen = sights("\n".join(turn.feedback for turn in trajectory.turns))
-    text = listing(house, {**known, **seen}) if seen.keys() - known.keys() else ""
-    return cold_start.distilled(
-        trajectory, listing(house, known) if known else "", text, experiment
-    )
+    say = partial(listing, house_of(trajectory.task))
+    return cold_start.distilled(trajectory, known, seen, say, experiment)
 
 
 def house_of(task: str) -> str:
@@ -274,18 +271,9 @@ def probe(
             world = number % households
             known, _ = explored(env, world, rng, 5)
             known |= explored(env, world, rng, 5)[0]
-            for arm, note in (("with", known), ("without", {})):
-                observation, info = env.reset(seed=number, options={"world": world})
-                if note:
-                    block = experience_block([listing(house_of(info["task"]), note)])
-                    info |= {"experience_prompt": block}
-                actor.reset(seed=number)
-                done = False
-                while not done:
-                    action = actor.act(observation, info)
-                    observation, _, terminated, truncated, info = env.step(action)
-                    done = terminated or truncated
-                won[arm].append(info["success"])
+            listed_all = listing(house_of(env.unwrapped.task), known)  # type: ignore[attr-defined]
+            for arm, note in (("with", listed_all if known else ""), ("without", "")):
+                won[arm].append(cold_start.wins(actor, env, world, note, number))
             _, trajectory = walked(env, world, {}, "", experiment, rng)
             kinds = rng.sample(sorted(known), min(len(known), number % 4))
             entry = {kind: known[kind] for kind in kinds}

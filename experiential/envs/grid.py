@@ -243,7 +243,7 @@ class GridEnv(TextEnv):
         return self._grid()
 
     def _message(self, event: Event, direction: str | None, changed: bool) -> str:
-        """Return the feedback on a move, which had an effect or not; without direction, on text."""
+        """Return the feedback on a move into a direction, or on text that names none."""
         return (NEUTRAL if self._feedback == "neutral" else self.wording)[event]
 
     def _grid(self) -> str:
