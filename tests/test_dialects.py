@@ -184,6 +184,25 @@ def test_words_only_leaves_the_symbols_and_deals_all_moves_to_every_split() -> N
         FrozenLakeEnv(words_only=True)
 
 
+def test_under_a_law_names_that_begin_alike_have_the_same_words_in_every_split() -> None:
+    by_word: dict[str, set[tuple[str, ...]]] = {}
+    for split in NAMED_SPLITS:
+        env = FrozenLakeEnv(split, preset="dialects", dialects=96, words_only=True, law="first")
+        free = FrozenLakeEnv(split, preset="dialects", dialects=96, words_only=True)
+        assert [one.name for one in env.dialects] == [one.name for one in free.dialects]
+        for one in env.dialects:
+            by_word.setdefault(one.name.split()[0], set()).add(one.directions)
+        assert env.reset(seed=1)[1]["task_id"].startswith(f"frozenlake-words-law-first-{split}-")
+        assert env.digest() != free.digest()
+        while (plan := env.plan()) and not env.step(plan[0])[4]["success"]:
+            pass
+        assert env.agent == env.lake.goal
+    assert len(by_word) == 32 and {len(found) for found in by_word.values()} == {1}
+    assert len(set.union(*by_word.values())) == 24
+    with pytest.raises(ConfigError, match="law only with words_only"):
+        FrozenLakeEnv(preset="dialects", law="first")
+
+
 @both
 @pytest.mark.parametrize("legend", [True, False])
 @pytest.mark.parametrize("split", NAMED_SPLITS)

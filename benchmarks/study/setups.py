@@ -228,6 +228,20 @@ ENVIRONMENTS["lake-words-habits"] = replace(
         *EARNED_RECIPES, "static-online-cold", "static-online-sparing", "static-online-lake-rule",
     ),
 )  # fmt: skip
+# As in vault-law, the words follow from the first word of a dialect's name: here the bank of the
+# training knows something about dialects that it never met.
+ENVIRONMENTS["lake-words-law"] = replace(
+    ENVIRONMENTS["lake-words"],
+    training=(
+        *ENVIRONMENTS["lake-words"].training, "env.kwargs.law=first",
+        "env.train={split: train, dialects: 318}", "env.eval={split: eval, dialects: 120}",
+        "env.visits=1", "bank.retrieval.floor=0.0", "bank.retrieval.tie=0.001",
+        "bank.retrieval.strategy=evidence", "bank.options.retrieval.same_task=false",
+    ),
+    curve=("eval.every=24", "eval.worlds=60", "eval.visits=1", "eval.arms=[off, frozen]"),
+    final=("eval.worlds=120", "eval.visits=2"),
+    arm="frozen",
+)  # fmt: skip
 # Worlds that training met, on layouts that it did not, as in ALFWorld's split valid_seen: here the
 # bank of the training knows something that weights could learn as well.
 ENVIRONMENTS["lake-words-seen"] = replace(

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import permutations
+from typing import Literal
 
 import numpy as np
 
-from experiential.envs.names import NAMED_SPLITS, NamedSplit, world_names
+from experiential.envs.names import FIRST, NAMED_SPLITS, NamedSplit, world_names
 
 DIRECTIONS = ("Up", "Down", "Left", "Right")
 _SALT = 0xD1A1
@@ -42,28 +43,43 @@ class Dialect:
 
 
 @lru_cache(maxsize=64)
-def dialects_of(split: NamedSplit, symbols: str, words_only: bool = False) -> tuple[Dialect, ...]:
+def dialects_of(
+    split: NamedSplit,
+    symbols: str,
+    words_only: bool = False,
+    law: Literal["first"] | None = None,
+) -> tuple[Dialect, ...]:
     """Return the dialects of a split: no two splits share a name or a pair of permutations.
 
     All pairs of a permutation of the symbols and one of the moves are put in a fixed random order
     and dealt out to the splits in turn. With ``words_only`` the symbols keep their meanings, and
-    all splits share the 24 permutations of the moves.
+    all splits share the 24 permutations of the moves. Then ``law="first"`` lets these follow from
+    the first word of the name, in the same way in every split.
     """
     boards: list[tuple[str, ...]] = list(permutations(symbols))
     moves: list[tuple[str, ...]] = list(permutations(DIRECTIONS))
     number = NAMED_SPLITS.index(split)
     if words_only:
-        rng, names = np.random.default_rng([_SALT, number]), world_names(split)
-        turns = -(-len(names) // len(moves))
-        dealt: list[int] = np.concatenate(
-            [rng.permutation(len(moves)) for _ in range(turns)]
-        ).tolist()
+        names = world_names(split)
+        if law == "first":
+            every = _dealt(np.random.default_rng(_SALT), len(FIRST))
+            of_word = dict(zip(FIRST, every, strict=True))
+            meanings = [of_word[name.split()[0]] for name in names]
+        else:
+            meanings = _dealt(np.random.default_rng([_SALT, number]), len(names))
         return tuple(
-            Dialect(name, symbols, moves[one]) for name, one in zip(names, dealt, strict=False)
+            Dialect(name, symbols, moves[one]) for name, one in zip(names, meanings, strict=True)
         )
     order = np.random.default_rng(_SALT).permutation(len(boards) * len(moves))
-    dealt = order[number :: len(NAMED_SPLITS)].tolist()
+    dealt: list[int] = order[number :: len(NAMED_SPLITS)].tolist()
     return tuple(
         Dialect(name, "".join(boards[pair // len(moves)]), moves[pair % len(moves)])
         for name, pair in zip(world_names(split), dealt, strict=False)
     )
+
+
+def _dealt(rng: np.random.Generator, count: int) -> list[int]:
+    """Deal the numbers of the permutations of the moves, each again when all were dealt."""
+    every = len(list(permutations(DIRECTIONS)))
+    rounds = [rng.permutation(every) for _ in range(-(-count // every))]
+    return [int(one) for one in np.concatenate(rounds)[:count]]

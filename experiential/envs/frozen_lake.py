@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from gymnasium.envs.toy_text.frozen_lake import MAPS
@@ -252,6 +252,7 @@ class FrozenLakeEnv(GridEnv):
         legend: bool = False,
         words_only: bool = False,
         described: bool = False,
+        law: Literal["first"] | None = None,
         feedback: Wording = True,
         preset: str | None = None,
         render_mode: str | None = None,
@@ -287,6 +288,7 @@ class FrozenLakeEnv(GridEnv):
             rules.dialects,
             legend,
             words_only,
+            law,
         )
 
     def _contents(self) -> Iterator[str]:

@@ -114,25 +114,29 @@ class GridEnv(TextEnv):
         dialects: int = 0,
         legend: bool = False,
         words_only: bool = False,
+        law: Literal["first"] | None = None,
     ) -> None:
         one_of("split", split, NAMED_SPLITS if dialects else ("train", "eval"))
         one_of("feedback", feedback, (True, False, "neutral"))
         for name, given in (("legend", legend), ("words_only", words_only)):
             if given and not dialects:
                 raise ConfigError(f"Expected {name} only with dialects, got it without")
+        one_of("law", law, (None, "first"))
+        if law and not words_only:
+            raise ConfigError("Expected law only with words_only, got it without")
         if layouts is None:
             layouts = 10_000 if dialects or split == "train" else 100
         positive(layouts=layouts, budget=budget)
         self.dialects = (Dialect("", symbols),)
         if dialects:
-            known = dialects_of(split, symbols, words_only)
+            known = dialects_of(split, symbols, words_only, law)
             inside(f"dialects of split {split}", dialects, 1, len(known))
             self.dialects = known[:dialects]
         worlds = dialects or layouts
         super().__init__(worlds, longest=4096, longest_action=4096, render_mode=render_mode)
         self.split: NamedSplit = split
         self.layouts, self.budget, self.legend = layouts, budget, legend
-        self._kind = "words" if words_only else "dialects"
+        self._kind = ("words" if words_only else "dialects") + (f"-law-{law}" if law else "")
         self._feedback = feedback
         self.dialect = self.dialects[0]
 
