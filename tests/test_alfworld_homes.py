@@ -112,6 +112,19 @@ def test_made_households_of_the_splits_share_nothing() -> None:
     assert all("'Desk" not in house.contents for house in heat)
 
 
+def test_under_a_law_names_that_begin_alike_keep_their_objects_alike_in_every_split() -> None:
+    kept: dict[str, set[str]] = {}
+    for split in SPLITS:
+        houses = made_houses(split, 100, law="first")  # type: ignore[arg-type]
+        free = made_houses(split, 100)  # type: ignore[arg-type]
+        assert [one.name for one in houses] == [one.name for one in free]
+        for one in houses:
+            first = one.name.removeprefix("the house of ").split()[0]
+            kept.setdefault(first, set()).add(one.contents)
+    assert len(kept) == 32 and {len(found) for found in kept.values()} == {1}
+    assert len(set.union(*kept.values())) == 32
+
+
 def needs_alfworld() -> None:
     for package in ("alfworld", "fast_downward"):
         pytest.importorskip(package, reason="needs pip install 'experiential-rl[alfworld]'")
@@ -219,6 +232,9 @@ def test_games_without_households_stay_as_they_were_and_wrong_arguments_are_refu
         {"households": 3, "split": "valid_seen"},
         {"split": "dev"},
         {"goal_in_task": False},
+        {"law": "first"},
+        {"law": "last", "households": 3},
+        {"law": "first", "households": 3, "data": "$ALFWORLD_DATA"},
     ]
     for arguments in wrong:
         with pytest.raises(ValueError, match="Expected"):

@@ -74,6 +74,7 @@ class ALFWorldEnv(TextEnv):
         in_process: bool = False,
         cached: bool = True,
         generation: int = 0,
+        law: Literal["first"] | None = None,
         preset: str | None = None,
         render_mode: str | None = None,
     ) -> None:
@@ -88,6 +89,12 @@ class ALFWorldEnv(TextEnv):
                 "Expected goal_in_task=False with households alone, whose name is then the task,"
                 " got no households"
             )
+        one_of("law", law, (None, "first"))
+        folder = data if data is not None else default_folder()
+        if law and (households is None or folder not in (None, "made")):
+            raise ConfigError(
+                'Expected law with made households alone (data="made"), got it without'
+            )
         if games is not None and households is not None:
             raise ConfigError("Expected games or households, got both; leave one of them out")
         positive(
@@ -100,8 +107,8 @@ class ALFWorldEnv(TextEnv):
         require("alfworld", "alfworld", "textworld", "fast_downward")
         self.split, self.turns, self.failure = split, chosen["turns"], float(chosen["failure"])
         self.show_actions, self.goal_in_task = show_actions, goal_in_task
-        folder = data if data is not None else default_folder()
-        self._source = (split, folder, games, tuple(task_types or ()), households, generation)
+        kinds = tuple(task_types or ())
+        self._source = (split, folder, games, kinds, households, law, generation)
         self._playing = (recycle, timeout, in_process, cached)
         self._open()
         super().__init__(len(self._houses or self._entries), render_mode=render_mode)
@@ -222,14 +229,16 @@ class ALFWorldEnv(TextEnv):
 
     def _open(self) -> None:
         self._player = Player(*self._playing)
-        split, data, number, kinds, households, generation = self._source
+        split, data, number, kinds, households, law, generation = self._source
         self._entries: Sequence[Entry] = ()
         self._houses: tuple[House, ...] = ()
         made = data is None or data == "made"
         if households is not None:
-            self._name = f"alfworld-{'made-' if made else ''}homes-{split}"
+            kind = f"law-{law}-homes" if law else "homes"
+            self._name = f"alfworld-{'made-' if made else ''}{kind}-{split}"
             if data is None or made:
-                houses = made_houses(cast("NamedSplit", split), households, kinds, generation)
+                named = cast("NamedSplit", split)
+                houses = made_houses(named, households, kinds, generation, law)
             else:  # the scenes of valid_seen are those of train
                 houses = houses_of(open_games(data, "train"), split, kinds)
             self._houses = houses[:households]

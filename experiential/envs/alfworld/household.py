@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from experiential.envs.alfworld.games import (
     TaskType,
     with_goal,
 )
-from experiential.envs.names import NamedSplit, world_names
+from experiential.envs.names import FIRST, NamedSplit, world_names
 from experiential.envs.split import Split, split_of
 from experiential.errors import MissingExtraError
 
@@ -306,18 +306,27 @@ def draw_visit(random: Random, home: Home, task_type: TaskType) -> Household:
 
 
 def made_houses(
-    split: NamedSplit, number: int, kinds: Collection[str] = (), generation: int = 0
+    split: NamedSplit,
+    number: int,
+    kinds: Collection[str] = (),
+    generation: int = 0,
+    law: Literal["first"] | None = None,
 ) -> tuple[House, ...]:
     """Return households of a split by name, kitchens and bedrooms in turn where both have tasks.
 
-    A game is drawn by its number below 10,000; ``kinds`` are the types of task, all if empty.
+    A game is drawn by its number below 10,000; ``kinds`` are the types of task, all if empty. Under
+    ``law="first"`` names that begin alike keep their objects alike, in every split.
     """
     rooms = [KITCHEN, BEDROOM]
     if kinds:
         rooms = [room for room in rooms if set(Home(room, (), {}).task_types) & set(kinds)]
 
     def house(index: int, name: str) -> House:
-        home = draw_home(Random(f"home {split} {generation} {name}"), rooms[index % len(rooms)])
+        drawn = f"{split} {generation} {name}"
+        if law == "first":
+            first = name.split()[0]
+            drawn, index = f"law {generation} {first}", FIRST.index(first)
+        home = draw_home(Random(f"home {drawn}"), rooms[index % len(rooms)])
         types: list[TaskType] = [one for one in home.task_types if not kinds or one in kinds]
 
         def draw(rng: np.random.Generator) -> Game:
