@@ -408,6 +408,24 @@ ENVIRONMENTS["alfworld-homes-seen"] = replace(
     final=("eval.worlds=12", "eval.visits=8"),
     arm="frozen",
 )  # fmt: skip
+# As in vault-law, where things are follows from the first word of a household's name. More
+# households are met, with fewer episodes in each.
+ENVIRONMENTS["alfworld-homes-law"] = replace(
+    ENVIRONMENTS["alfworld-homes"],
+    training=(
+        *ENVIRONMENTS["alfworld-homes"].training, "env.kwargs.law=first",
+        "env.train={split: train, households: 200}", "env.eval={split: eval, households: 60}",
+        "env.visits=1", "actor.groups=8", "actor.group_size=4", "bank.retrieval.floor=0.0",
+        "bank.retrieval.tie=0.001", "bank.retrieval.strategy=evidence",
+        "bank.options.retrieval.same_task=false", "run.steps=24",
+    ),
+    curve=(
+        "eval.every=24", "eval.worlds=30", "eval.visits=1", "eval.arms=[off, frozen]",
+        "eval.temperature=1.0",
+    ),
+    final=("eval.worlds=60", "eval.visits=2"),
+    arm="frozen",
+)  # fmt: skip
 # ALFWorld's own scenes, of which each game places most objects anew, after the same cold start.
 # Rooms have more places, so there are more turns.
 ENVIRONMENTS["alfworld-scenes"] = replace(
