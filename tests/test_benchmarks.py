@@ -327,8 +327,6 @@ def test_the_aims_compare_each_family_with_grpo_and_count_those_above_zero() -> 
         ("alfworld-homes", "complementary"): {"off": 0.3, "frozen": 0.3, "on": 0.3},
         ("lake-words-law", "grpo"): {"off": 0.2},
         ("lake-words-law", "complementary"): {"off": 0.2, "frozen": 0.6, "on": 0.6},
-        ("alfworld-homes-law", "grpo"): {"off": 0.3},
-        ("alfworld-homes-law", "complementary"): {"off": 0.4, "frozen": 0.9, "on": 0.6},
         ("lake-words-seen", "grpo"): {"off": 0.1},
         ("lake-words-seen", "complementary"): {"off": 0.1, "frozen": 0.6, "on": 0.7},
         ("lake-words-seen", "static-online"): {"off": 0.1, "frozen": 0.2, "on": 0.9},
@@ -346,14 +344,14 @@ def test_the_aims_compare_each_family_with_grpo_and_count_those_above_zero() -> 
     assert gains[0].case == "vault-law-note" and gains[0].found.startswith("+80 [")
     means = [row for row in gains if row.case.startswith("mean; aim")]
     assert [row.found.partition(" ")[0] for row in means] == [
-        "+50", "+60", "+67", "+0", "+3", "+0",
+        "+50", "+40", "+67", "+0", "+0", "+0",
     ]  # fmt: skip
     assert [row.found.partition("; ")[2] for row in means[:3]] == [
         "2 of 3 above zero",
-        "3 of 3 above zero",
+        "2 of 3 above zero",
         "3 of 3 above zero",
     ]
-    assert [row.met for row in means] == [False, True, True, False, False, False]
+    assert [row.met for row in means] == [False, False, True, False, False, False]
     rows = {row.case: row for row in aims.over_baselines(found, {})}
     over = rows["vault-law-note: `complementary` minus `history` (vault-law)"]
     assert over.found.startswith("+50 [")
