@@ -214,6 +214,11 @@ def test_a_world_is_a_household_and_the_seed_draws_the_game() -> None:
         *_, done, truncated, info = env.step(env.oracle_action())
         assert done == info["success"] and not truncated
     assert env.digest() != ALFWorldEnv("eval", data="made", households=2).digest()
+    ruled = ALFWorldEnv("dev", data="made", households=2, law="first")
+    assert ruled.digest() != env.digest()
+    info = ruled.reset(seed=0, options={"world": 1})[1]
+    assert info["task_id"] == f"alfworld-made-law-first-homes-dev-{name}"
+    ruled.close()
     env.close()
     twin.close()
 
