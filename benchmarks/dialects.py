@@ -4,6 +4,7 @@
     python -m benchmarks.dialects start build/dialects [--seed 0]
     python -m benchmarks.dialects probe build/dialects [--episodes 48]
     python -m benchmarks.dialects worth [--episodes 400]
+    python -m benchmarks.dialects notes BANK [BANK ...]
 
 A world is a dialect, in which each word for a move leads somewhere of its own. The observation is a
 sentence, because this model does not read a grid: where the goal and the holes beside the agent
@@ -16,7 +17,9 @@ saves the model with it merged, which all recipes of the study's environment ``l
 start from. ``probe`` says what a model can do in dialects of the split dev: how often it succeeds
 with a note of all words, with that of another dialect, and without, and how right its own notes
 about plays of the script are. ``worth`` says how often the script itself wins there, by how many
-words it is told before.
+words it is told before. ``notes`` counts, in banks of such dialects, how right the notes are, and
+what a note that goes on with another makes of the words that the play adds and of those that it
+shows to be wrong.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -38,8 +41,10 @@ from benchmarks import cold_start
 from benchmarks.cold_start import Chat
 from experiential.agents.actor import ActorAgent
 from experiential.agents.extractor import ExtractorAgent
+from experiential.bank.bank import ExperienceBank
 from experiential.config import Experiment
-from experiential.envs.dialect import DIRECTIONS, Dialect
+from experiential.envs.dialect import DIRECTIONS, Dialect, dialects_of
+from experiential.envs.names import NAMED_SPLITS
 from experiential.llm.models import open_model
 from experiential.recipe import load_experiment
 from experiential.rollout import make_env
@@ -235,6 +240,44 @@ def worth(episodes: int, dialects: int = 40) -> dict[str, float]:
     return won
 
 
+def notes(folders: Sequence[Path]) -> dict[str, dict[str, int]]:
+    """Count the words of notes in banks: of first ones, and of those that go on with another."""
+    every = [one for split in NAMED_SPLITS for one in dialects_of(split, "ABCD", words_only=True)]
+    right = {one.name: meanings(one) for one in every}
+    counts: dict[str, Counter[str]] = {"first": Counter(), "going on": Counter()}
+    for folder in folders:
+        with ExperienceBank(folder, embedder="hashing", read_only=True) as bank:
+            for known, play, said in _written(bank):
+                true, seen = right[dialect_of(play.task)], moved(play)
+                good = sum(true.get(word) == way for word, way in said.items())
+                new = seen.keys() - known.keys()
+                wrong = [word for word in seen.keys() & known.keys() if seen[word] != known[word]]
+                counts["going on" if known else "first"].update(
+                    {
+                        "notes": 1,
+                        "right words": good,
+                        "wrong words": len(said) - good,
+                        "new words": len(new),
+                        "new words taken up": sum(said.get(word) == seen[word] for word in new),
+                        "wrong words shown": len(wrong),
+                        "wrong words corrected": sum(said.get(one) == seen[one] for one in wrong),
+                    }
+                )
+    return {kind: dict(each) for kind, each in counts.items()}
+
+
+def _written(bank: ExperienceBank) -> Iterator[tuple[dict[str, str], Trajectory, dict[str, str]]]:
+    """Yield each note that was written about a play: the words read in it, the play, the words."""
+    for entry in bank:
+        for number in range(1, entry.version + 1):
+            note = bank.version(entry.id, number)
+            play = bank.trajectory(note.provenance.trajectory or "") if note else None
+            if note is None or play is None:
+                continue
+            read = [bank.version(use.experience_id, use.experience_version) for use in play.uses]
+            yield words_of(read[0].text) if read and read[0] else {}, play, words_of(note.text)
+
+
 def _graded(
     extractor: ExtractorAgent,
     trajectory: Trajectory,
@@ -270,8 +313,12 @@ def main() -> None:
     asked.add_argument("--episodes", type=int, default=48)
     valued = commands.add_parser("worth", help="say what words are worth to the script")
     valued.add_argument("--episodes", type=int, default=400)
+    counted = commands.add_parser("notes", help="say how right the notes of banks are")
+    counted.add_argument("banks", type=Path, nargs="+")
     options = parser.parse_args()
-    if options.command == "probe":
+    if options.command == "notes":
+        print(json.dumps(notes(options.banks), indent=1))
+    elif options.command == "probe":
         print(json.dumps(probe(options.model, options.episodes), indent=1))
     elif options.command == "worth":
         print(json.dumps(worth(options.episodes), indent=1))

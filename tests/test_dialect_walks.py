@@ -16,6 +16,7 @@ from benchmarks.dialects import (
     legend,
     meanings,
     moved,
+    notes,
     walked,
     words_of,
     worth,
@@ -29,7 +30,7 @@ from experiential.envs.dialect import dialects_of
 from experiential.recipe import load_experiment
 from experiential.rollout import make_env
 from experiential.training.roles import prompt_set_name
-from experiential.types import Add, Trajectory, Turn, Update
+from experiential.types import Add, Distillation, ParsedOperations, Trajectory, Turn, Update, Use
 from experiential.wrappers import ExperienceWrapper
 
 TASK = "Cross the ice in the dialect of Iron Mill."
@@ -121,3 +122,34 @@ def test_an_extractor_is_shown_plays_as_an_episode_records_them(
             assert prompts.distill_messages(trajectory, [], 1) == prompts.distill_messages(
                 recorded.last_trajectory, [], 1
             )
+
+
+def test_the_words_of_notes_are_counted_by_what_their_plays_showed(tmp_path: Path) -> None:
+    """Two plays: the first note has one of two words, the second takes one up and mends none."""
+    dialect = dialects_of("dev", "ABCD", words_only=True)[0]
+    true, task = meanings(dialect), f"Cross the ice in the dialect of {dialect.name}."
+    wrong = {"Left": next(way for way in true.values() if way != true["Left"])}
+
+    def play(*words: str, uses: tuple[Use, ...] = ()) -> Trajectory:
+        turns = [
+            Turn(observation="", action=word, feedback=f"You moved {true[word].lower()}.")
+            for word in words
+        ]
+        return Trajectory(task=task, turns=tuple(turns), uses=uses, success=False)
+
+    def written(operation: Add | Update) -> Distillation:
+        return Distillation(parsed=ParsedOperations(operations=(operation,)))
+
+    with ExperienceBank(tmp_path, embedder="hashing") as bank:
+        first = play("Up", "Left")
+        bank.record(first)
+        text = legend(dialect.name, {"Up": true["Up"], **wrong})
+        (entry,) = bank.apply(written(Add(text=text)), trajectory=first, shown=[])
+        use = Use(experience_id=entry.id, experience_version=entry.version)
+        second = play("Left", "Down", "Right", uses=(use,))
+        bank.record(second)
+        text = legend(dialect.name, {"Up": true["Up"], **wrong, "Down": true["Down"]})
+        bank.apply(written(Update(entry=1, text=text)), trajectory=second, shown=[entry])
+    found = {kind: tuple(each.values()) for kind, each in notes([tmp_path]).items()}
+    # notes; right and wrong words; new, of these taken up; shown to be wrong, of these corrected
+    assert found == {"first": (1, 1, 1, 2, 1, 0, 0), "going on": (1, 2, 1, 2, 1, 1, 0)}
