@@ -109,6 +109,11 @@ class Setup:
     reader: str | None = None
 
 
+_ANY_WORLD = (
+    "env.visits=1", "bank.retrieval.floor=0.0", "bank.retrieval.tie=0.001",
+    "bank.retrieval.strategy=evidence", "bank.options.retrieval.same_task=false",
+)  # fmt: skip
+"""Under a law an entry about any world may help: outcomes tell which."""
 ENVIRONMENTS = {
     "vault": Setup(
         training=("run.steps=48",),
@@ -119,9 +124,7 @@ ENVIRONMENTS = {
     "vault-law": Setup(
         training=(
             "run.steps=48", "env.kwargs.law=first", "env.train={split: train, worlds: 318}",
-            "env.eval={split: eval, worlds: 120}", "env.visits=1", "bank.embedder=hashing",
-            "bank.retrieval.floor=0.0", "bank.retrieval.tie=0.001",
-            "bank.retrieval.strategy=evidence", "bank.options.retrieval.same_task=false",
+            "env.eval={split: eval, worlds: 120}", "bank.embedder=hashing", *_ANY_WORLD,
         ),
         curve=("eval.every=12", "eval.worlds=60", "eval.visits=1", "eval.arms=[off, frozen]"),
         final=("eval.worlds=120", "eval.visits=2"),
@@ -235,8 +238,7 @@ ENVIRONMENTS["lake-words-law"] = replace(
     training=(
         *ENVIRONMENTS["lake-words"].training, "env.kwargs.law=first",
         "env.train={split: train, dialects: 318}", "env.eval={split: eval, dialects: 120}",
-        "env.visits=1", "bank.retrieval.floor=0.0", "bank.retrieval.tie=0.001",
-        "bank.retrieval.strategy=evidence", "bank.options.retrieval.same_task=false",
+        *_ANY_WORLD,
     ),
     curve=("eval.every=24", "eval.worlds=60", "eval.visits=1", "eval.arms=[off, frozen]"),
     final=("eval.worlds=120", "eval.visits=2"),
@@ -415,9 +417,7 @@ ENVIRONMENTS["alfworld-homes-law"] = replace(
     training=(
         *ENVIRONMENTS["alfworld-homes"].training, "env.kwargs.law=first",
         "env.train={split: train, households: 200}", "env.eval={split: eval, households: 60}",
-        "env.visits=1", "actor.groups=8", "actor.group_size=4", "bank.retrieval.floor=0.0",
-        "bank.retrieval.tie=0.001", "bank.retrieval.strategy=evidence",
-        "bank.options.retrieval.same_task=false", "run.steps=24",
+        "actor.groups=8", "actor.group_size=4", "run.steps=24", *_ANY_WORLD,
     ),
     curve=(
         "eval.every=24", "eval.worlds=30", "eval.visits=1", "eval.arms=[off, frozen]",

@@ -62,11 +62,10 @@ def dialects_of(
     if words_only:
         names = world_names(split)
         if law == "first":
-            every = _dealt(np.random.default_rng(_SALT), len(FIRST))
-            of_word = dict(zip(FIRST, every, strict=True))
-            meanings = [of_word[name.split()[0]] for name in names]
+            by_word = _dealt(len(moves), len(FIRST), np.random.default_rng(_SALT))
+            meanings = [by_word[FIRST.index(name.split()[0])] for name in names]
         else:
-            meanings = _dealt(np.random.default_rng([_SALT, number]), len(names))
+            meanings = _dealt(len(moves), len(names), np.random.default_rng([_SALT, number]))
         return tuple(
             Dialect(name, symbols, moves[one]) for name, one in zip(names, meanings, strict=True)
         )
@@ -78,8 +77,7 @@ def dialects_of(
     )
 
 
-def _dealt(rng: np.random.Generator, count: int) -> list[int]:
-    """Deal the numbers of the permutations of the moves, each again when all were dealt."""
-    every = len(list(permutations(DIRECTIONS)))
-    rounds = [rng.permutation(every) for _ in range(-(-count // every))]
+def _dealt(kinds: int, count: int, rng: np.random.Generator) -> list[int]:
+    """Deal numbers below ``kinds`` in a random order, each again when all were dealt."""
+    rounds = [rng.permutation(kinds) for _ in range(-(-count // kinds))]
     return [int(one) for one in np.concatenate(rounds)[:count]]

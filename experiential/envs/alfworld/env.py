@@ -93,7 +93,8 @@ class ALFWorldEnv(TextEnv):
         folder = data if data is not None else default_folder()
         if law and (households is None or folder not in (None, "made")):
             raise ConfigError(
-                'Expected law with made households alone (data="made"), got it without'
+                f"Expected law with made households alone, got households={households} of"
+                f' {folder or "made games"}; give households= and data="made"'
             )
         if games is not None and households is not None:
             raise ConfigError("Expected games or households, got both; leave one of them out")
