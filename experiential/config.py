@@ -509,8 +509,12 @@ class ReflectionSettings(Options):
     """where reflections that passed are kept: nowhere, in one string (the last), in the bank"""
     recall: PositiveInt = 1
     """reflections of the bank shown to the reflector, with memory: bank"""
+    same_task: bool = False
+    """show only those on the very task, with memory: bank"""
     max_tokens: PositiveInt = 96
     """most tokens of a reflection"""
+    temperature: PositiveFloat | None = None
+    """temperature of the draws of reflections; the actor's if not given"""
     internalise: Literal["sft", "reverse_kl", "full_reverse_kl", "full_forward_kl", "none"] = "sft"
     """use of rewarded second attempts: sft imitates them without the reflection; the KL divergences
     teach the first attempt's tokens, the full ones over the whole vocabulary (local runtime)"""

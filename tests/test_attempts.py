@@ -452,17 +452,21 @@ def test_the_ablations_keep_no_memory() -> None:
 
 
 def test_options_of_reflection_reach_its_parts(tmp_path: Path) -> None:
-    options = "methods.reflection={memory: bank, recall: 3, max_tokens: 17}"
+    options = "methods.reflection={memory: bank, recall: 3, same_task: true, max_tokens: 17}"
     bank = ["extractor.enabled=true", "extractor.distill=false"]
     experiment = load_experiment("erl", [options, *bank])
     settings = experiment.methods.reflection
     assert settings is not None
     with FolderBank(tmp_path / "bank", embedder="hashing") as bank:
         memory = memory_of(settings, bank)
-    assert isinstance(memory, BankMemory) and memory.k == 3
+    assert isinstance(memory, BankMemory) and (memory.k, memory.same_task) == (3, True)
     policy = LocalRuntime(TransformersLLM(*tiny_random_model()), OptimSettings())
     reflection = Roles(experiment, (policy, policy)).reflector().reflect(Trajectory(task="t"))
     assert reflection.generation is not None and len(reflection.generation.response_ids) <= 17
+    assert reflection.generation.temperature == experiment.actor.temperature == 1.0
+    cooler = load_experiment("erl", ["methods.reflection.temperature=0.3"])
+    drawn = Roles(cooler, (policy, policy)).reflector().reflect(Trajectory(task="t")).generation
+    assert drawn is not None and drawn.temperature == 0.3
     policy.close()
 
 

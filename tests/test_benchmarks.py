@@ -31,6 +31,7 @@ from benchmarks.study.orderings import findings
 from experiential.agents.extractor import open_extractor
 from experiential.bank.bank import ExperienceBank
 from experiential.config import Arm
+from experiential.envs.frozen_lake import FrozenLakeEnv
 from experiential.errors import ConfigError
 from experiential.evaluation.cell import Cell
 from experiential.evaluation.picture import Point
@@ -447,6 +448,19 @@ def test_cells_come_seed_by_seed_and_all_their_settings_exist() -> None:
         study_runs.check([("vault", "gpro", 0)], [])
     with pytest.raises(ConfigError, match="did you mean"):
         study_runs.check(cells[:1], ["run.stepz=1"])
+
+
+def test_seeds_can_have_worlds_of_their_own_and_other_settings_of_a_recipe_stay_the_same() -> None:
+    worlds, rest = set[str](), set[str]()
+    for seed in range(10):
+        overrides = study_setups.overrides_of("lake-words-few", "grpo", seed)
+        experiment = load_experiment("grpo", overrides)
+        assert experiment.env.train == experiment.env.eval
+        env = FrozenLakeEnv(**experiment.env.kwargs, **experiment.env.train)
+        assert env.budget == experiment.env.max_turns == 5
+        worlds |= {one.name for one in env.dialects}
+        rest.add(str([one for one in overrides if not one.startswith(("seed=", "env.t", "env.e"))]))
+    assert len(worlds) == 40 and len(rest) == 1
 
 
 @pytest.mark.parametrize("environment", study_setups.ENVIRONMENTS)

@@ -184,6 +184,20 @@ def test_words_only_leaves_the_symbols_and_deals_all_moves_to_every_split() -> N
         FrozenLakeEnv(words_only=True)
 
 
+def test_runs_can_have_dialects_of_their_own() -> None:
+    def names(**given: Any) -> list[str]:
+        env = FrozenLakeEnv("dev", preset="dialects", words_only=True, **given)
+        return [one.name for one in env.dialects]
+
+    assert names(dialects=2, skip=2) + names(dialects=1, skip=4) == names(dialects=5)[2:]
+    with pytest.raises(ConfigError, match="Expected dialects of split dev between 1 and 1, got 2"):
+        names(dialects=2, skip=119)
+    with pytest.raises(ConfigError, match="Expected skip between 0 and 119, got -1"):
+        names(dialects=2, skip=-1)
+    with pytest.raises(ConfigError, match="skip only with dialects"):
+        FrozenLakeEnv(skip=1)
+
+
 def test_under_a_law_names_that_begin_alike_have_the_same_words_in_every_split() -> None:
     by_word: dict[str, set[tuple[str, ...]]] = {}
     for split in NAMED_SPLITS:

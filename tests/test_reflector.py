@@ -203,6 +203,9 @@ def test_the_bank_memory_finds_reflections_by_task_and_no_other_entries(tmp_path
         memory.keep("Soup needs salt and time.", Trajectory(task="Cook a soup."))
         assert memory.recall(PLAY) == ["Look at the note of the vault."]
         assert {hit.experience.kind for hit in bank.search("soup", k=3)} == {"lesson", "reflection"}
+        elsewhere = Trajectory(task=f"{PLAY.task} Again.")
+        assert memory.recall(elsewhere) and not BankMemory(bank, same_task=True).recall(elsewhere)
+        assert BankMemory(bank, same_task=True).recall(PLAY) == memory.recall(PLAY)
         assert memory.state_dict() == {}
         with pytest.raises(CheckpointError, match="BankMemory"):
             memory.load_state_dict({"text": "b"})

@@ -84,6 +84,7 @@ def play_cell(
     overrides = [*overrides_of(environment, recipe, seed), *more]
     base = base_of(environment, recipe)
     named = load_experiment(base, overrides)
+    first = load_experiment(base, [*overrides_of(environment, recipe, 0), *more])
     begun = cold_start(environment, recipe, overrides, seed, scratch, more)
     experiment = load_experiment(base, [*overrides, *begun])
     begin = time.perf_counter()
@@ -107,7 +108,7 @@ def play_cell(
             recipe=recipe,
             seed=seed,
             commit=code,
-            settings=settings_digest(named, seed=False),
+            settings=settings_digest(first, seed=False),
             overrides=tuple(overrides),
             steps=summary["steps"],
             episodes=sum(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from benchmarks import dialects, households
@@ -21,6 +22,12 @@ RECIPES = (
 )
 """The recipes compared; the others are paired with the first."""
 
+_BY_TASK = (
+    "methods.reflection.memory=bank", "methods.reflection.same_task=true",
+    "extractor.enabled=true", "extractor.distill=false",  # for the bank
+    "methods.reflection.temperature=0.3",  # as lessons about dialects have
+    "methods.reflection.weight=1.0",  # as in the paper
+)  # fmt: skip
 _ALL_GUIDED = ("actor.guided=all", "actor.advantage=pooled")
 VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "complementary-cool": ("complementary", ("extractor.temperature=0.3",)),
@@ -37,6 +44,8 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "complementary-per-group-2": ("complementary", ("extractor.per_group=2",)),
     "complementary-search-and-ask": ("complementary", ("actor.search_and_ask=1",)),
+    "erl-by-task": ("erl", _BY_TASK),
+    "erl-no-reflection-full": ("erl-no-reflection", ("methods.reflection.weight=1.0",)),
     "history-5": ("history", ("bank.retrieval.k=5",)),
     "static-online-all-guided": ("static-online", _ALL_GUIDED),
     "static-online-cold": ("static-online", ("extractor.temperature=0.1",)),
@@ -95,6 +104,7 @@ class Setup:
             actor has something to read.
         reader: the environment whose `static-online` (or its variant) is trained first, with the
             same seed; a run begins with its actor, which can read, and an untrained extractor.
+        by_seed: further settings of the runs with a training seed, such as worlds of its own.
     """
 
     training: tuple[str, ...]
@@ -107,6 +117,7 @@ class Setup:
     profile: str | None = None
     records: bool = False
     reader: str | None = None
+    by_seed: Callable[[int], tuple[str, ...]] = lambda _: ()
 
 
 _ANY_WORLD = (
@@ -243,6 +254,28 @@ ENVIRONMENTS["lake-words-law"] = replace(
     curve=("eval.every=24", "eval.worlds=60", "eval.visits=1", "eval.arms=[off, frozen]"),
     final=("eval.worlds=120", "eval.visits=2"),
     arm="frozen",
+)  # fmt: skip
+
+
+def _own_dialects(seed: int) -> tuple[str, ...]:
+    """Return the settings by which a run trains in four dialects of its own and ends in them."""
+    worlds = f"{{split: train, dialects: 4, skip: {4 * seed}}}"
+    return f"env.train={worlds}", f"env.eval={worlds}"
+
+
+# A few dialects that training can learn by heart, each seed its own. A win without knowing the
+# words is rare, as in Experiential RL: five moves, and no lake that needs more.
+ENVIRONMENTS["lake-words-few"] = replace(
+    ENVIRONMENTS["lake-words"],
+    training=(
+        *ENVIRONMENTS["lake-words"].training, "env.kwargs.budget=5", "env.max_turns=5",
+        "actor.optim.lr=3e-4",
+    ),
+    curve=("eval.every=12", "eval.worlds=4", "eval.visits=16", "eval.arms=[off]"),
+    final=("eval.worlds=4", "eval.visits=32"),
+    recipes=("grpo", "erl", "erl-by-task", "erl-no-reflection", "erl-no-reflection-full"),
+    arm="off",
+    by_seed=_own_dialects,
 )  # fmt: skip
 # Worlds that training met, on layouts that it did not, as in ALFWorld's split valid_seen: here the
 # bank of the training knows something that weights could learn as well.
@@ -479,6 +512,7 @@ def overrides_of(environment: str, recipe: str, seed: int) -> list[str]:
         *ALL,
         f"seed={seed}",
         *setup.training,
+        *setup.by_seed(seed),
         *setup.curve,
         *recipe_of(recipe)[1],
     ]

@@ -249,20 +249,22 @@ class BankMemory(ReflectionMemory):
     Args:
         bank: where entries are added and searched.
         k: reflections shown at once.
+        same_task: show only reflections on the very task, word for word.
 
     Raises:
         ValueError: ``k`` is not positive.
     """
 
-    def __init__(self, bank: Bank, *, k: int = 1) -> None:
+    def __init__(self, bank: Bank, *, k: int = 1, same_task: bool = False) -> None:
         if k < 1:
             raise ValueError(f"Expected k to be positive, got {k}")
-        self.bank, self.k = bank, k
+        self.bank, self.k, self.same_task = bank, k, same_task
 
     def recall(self, trajectory: Trajectory) -> list[str]:
-        """Return the reflections of the nearest tasks."""
+        """Return the reflections of the nearest tasks, or those of this task alone."""
         hits = self.bank.search(trajectory.task, k=self.k, where={"kind": KIND})
-        return [hit.experience.text for hit in hits]
+        found = [hit.experience for hit in hits]
+        return [one.text for one in found if not self.same_task or one.task == trajectory.task]
 
     def keep(self, text: str, trajectory: Trajectory) -> None:
         """Add the reflection under its task."""

@@ -253,6 +253,7 @@ class FrozenLakeEnv(GridEnv):
         words_only: bool = False,
         described: bool = False,
         law: Literal["first"] | None = None,
+        skip: int = 0,
         feedback: Wording = True,
         preset: str | None = None,
         render_mode: str | None = None,
@@ -289,6 +290,7 @@ class FrozenLakeEnv(GridEnv):
             legend,
             words_only,
             law,
+            skip,
         )
 
     def _contents(self) -> Iterator[str]:

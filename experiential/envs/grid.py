@@ -115,10 +115,11 @@ class GridEnv(TextEnv):
         legend: bool = False,
         words_only: bool = False,
         law: Literal["first"] | None = None,
+        skip: int = 0,
     ) -> None:
         one_of("split", split, NAMED_SPLITS if dialects else ("train", "eval"))
         one_of("feedback", feedback, (True, False, "neutral"))
-        for name, given in (("legend", legend), ("words_only", words_only)):
+        for name, given in (("legend", legend), ("words_only", words_only), ("skip", skip)):
             if given and not dialects:
                 raise ConfigError(f"Expected {name} only with dialects, got it without")
         one_of("law", law, (None, "first"))
@@ -130,8 +131,9 @@ class GridEnv(TextEnv):
         self.dialects = (Dialect("", symbols),)
         if dialects:
             known = dialects_of(split, symbols, words_only, law)
-            inside(f"dialects of split {split}", dialects, 1, len(known))
-            self.dialects = known[:dialects]
+            inside("skip", skip, 0, len(known) - 1)
+            inside(f"dialects of split {split}", dialects, 1, len(known) - skip)
+            self.dialects = known[skip : skip + dialects]
         worlds = dialects or layouts
         super().__init__(worlds, longest=4096, longest_action=4096, render_mode=render_mode)
         self.split: NamedSplit = split

@@ -91,7 +91,7 @@ class Roles:
         return Reflector(
             Rounds(answering) if self._experiment.repeatable else answering,
             prompts=self._prompts,
-            temperature=actor.temperature,
+            temperature=settings.temperature or actor.temperature,
             max_tokens=settings.max_tokens,
         )
 

@@ -70,4 +70,4 @@ def memory_of(settings: ReflectionSettings, bank: Bank | None) -> ReflectionMemo
         return PrivateMemory()
     if bank is None:
         raise ValueError("Expected a bank to keep reflections in, got none")
-    return BankMemory(bank, k=settings.recall)
+    return BankMemory(bank, k=settings.recall, same_task=settings.same_task)
