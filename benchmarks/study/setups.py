@@ -46,6 +46,7 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "complementary-search-and-ask": ("complementary", ("actor.search_and_ask=1",)),
     "erl-by-task": ("erl", _BY_TASK),
     "erl-no-reflection-full": ("erl-no-reflection", ("methods.reflection.weight=1.0",)),
+    "grpo-named": ("grpo", ("env.kwargs.named=true",)),
     "history-5": ("history", ("bank.retrieval.k=5",)),
     "static-online-all-guided": ("static-online", _ALL_GUIDED),
     "static-online-cold": ("static-online", ("extractor.temperature=0.1",)),
@@ -253,6 +254,7 @@ ENVIRONMENTS["lake-words-law"] = replace(
     ),
     curve=("eval.every=24", "eval.worlds=60", "eval.visits=1", "eval.arms=[off, frozen]"),
     final=("eval.worlds=120", "eval.visits=2"),
+    recipes=(*EARNED_RECIPES, "grpo-named"),
     arm="frozen",
 )  # fmt: skip
 
@@ -269,7 +271,7 @@ ENVIRONMENTS["lake-words-few"] = replace(
     ENVIRONMENTS["lake-words"],
     training=(
         *ENVIRONMENTS["lake-words"].training, "env.kwargs.budget=5", "env.max_turns=5",
-        "actor.optim.lr=3e-4",
+        "env.kwargs.named=true", "actor.optim.lr=3e-4",
     ),
     curve=("eval.every=12", "eval.worlds=4", "eval.visits=16", "eval.arms=[off]"),
     final=("eval.worlds=4", "eval.visits=32"),
@@ -287,7 +289,7 @@ ENVIRONMENTS["lake-words-seen"] = replace(
         "bank.retrieval.strategy=evidence",  # by the entry written last 33 %, by this 53 (on dev)
     ),
     curve=("eval.every=12", "eval.worlds=20", "eval.visits=4", "eval.arms=[off, frozen]"),
-    recipes=(*ENVIRONMENTS["lake-words"].recipes, "static-online-recent"),
+    recipes=(*ENVIRONMENTS["lake-words"].recipes, "static-online-recent", "grpo-named"),
     arm="frozen",
 )  # fmt: skip
 # The actor of its `static-online`, now fixed, reads eight lessons that an extractor draws about one

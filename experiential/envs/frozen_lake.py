@@ -254,6 +254,7 @@ class FrozenLakeEnv(GridEnv):
         described: bool = False,
         law: Literal["first"] | None = None,
         skip: int = 0,
+        named: bool = False,
         feedback: Wording = True,
         preset: str | None = None,
         render_mode: str | None = None,
@@ -291,6 +292,7 @@ class FrozenLakeEnv(GridEnv):
             words_only,
             law,
             skip,
+            named,
         )
 
     def _contents(self) -> Iterator[str]:

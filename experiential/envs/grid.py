@@ -116,10 +116,12 @@ class GridEnv(TextEnv):
         words_only: bool = False,
         law: Literal["first"] | None = None,
         skip: int = 0,
+        named: bool = False,
     ) -> None:
         one_of("split", split, NAMED_SPLITS if dialects else ("train", "eval"))
         one_of("feedback", feedback, (True, False, "neutral"))
-        for name, given in (("legend", legend), ("words_only", words_only), ("skip", skip)):
+        needing = {"legend": legend, "words_only": words_only, "skip": skip, "named": named}
+        for name, given in needing.items():
             if given and not dialects:
                 raise ConfigError(f"Expected {name} only with dialects, got it without")
         one_of("law", law, (None, "first"))
@@ -137,7 +139,7 @@ class GridEnv(TextEnv):
         worlds = dialects or layouts
         super().__init__(worlds, longest=4096, longest_action=4096, render_mode=render_mode)
         self.split: NamedSplit = split
-        self.layouts, self.budget, self.legend = layouts, budget, legend
+        self.layouts, self.budget, self.legend, self.named = layouts, budget, legend, named
         self._kind = ("words" if words_only else "dialects") + (f"-law-{law}" if law else "")
         self._feedback = feedback
         self.dialect = self.dialects[0]
@@ -179,6 +181,8 @@ class GridEnv(TextEnv):
         yield f"{self.name} {self.split} {self.layouts} {self.budget}"
         if self.dialect.name:
             yield f"legend={self.legend}"
+            if self.named:
+                yield "named"
             yield from map(repr, self.dialects)
         numbers = range(min(self.layouts, self._digested))
         yield from (self._layout(number).content for number in numbers)
@@ -191,7 +195,8 @@ class GridEnv(TextEnv):
             self.layout = int(self._reset_options.get("layout", drawn))
             inside("layout", self.layout, 0, self.layouts - 1)
         self._place(self._layout(self.layout))
-        return self._observed(), self._info("")
+        observation = f"{self.task}\n{self._observed()}" if self.named else self._observed()
+        return observation, self._info("")
 
     def _turn(self, action: str) -> Step:
         """Make one move: Up, Down, Left or Right, bare or in ``<action>…</action>``."""

@@ -269,6 +269,7 @@ class SokobanEnv(GridEnv):
         shortest: int | None = None,
         dialects: int | None = None,
         legend: bool = False,
+        named: bool = False,
         feedback: Wording = True,
         preset: str | None = None,
         render_mode: str | None = None,
@@ -298,6 +299,7 @@ class SokobanEnv(GridEnv):
             render_mode,
             rules.dialects,
             legend,
+            named=named,
         )
 
     @property
