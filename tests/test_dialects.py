@@ -198,6 +198,17 @@ def test_runs_can_have_dialects_of_their_own() -> None:
         FrozenLakeEnv(skip=1)
 
 
+@both
+def test_a_named_dialect_stands_before_the_first_observation_alone(kind: Any) -> None:
+    named, plain = dialects(kind, named=True), dialects(kind)
+    (seen, info), (bare, _) = named.reset(seed=3), plain.reset(seed=3)
+    assert seen == f"{info['task']}\n{bare}" and named.dialect.name in seen
+    assert named.step("Up")[0] == plain.step("Up")[0]
+    assert named.digest() != plain.digest()
+    with pytest.raises(ConfigError, match="named only with dialects"):
+        kind(named=True)
+
+
 def test_under_a_law_names_that_begin_alike_have_the_same_words_in_every_split() -> None:
     by_word: dict[str, set[tuple[str, ...]]] = {}
     for split in NAMED_SPLITS:

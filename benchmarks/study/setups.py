@@ -47,6 +47,7 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "erl-by-task": ("erl", _BY_TASK),
     "erl-no-reflection-full": ("erl-no-reflection", ("methods.reflection.weight=1.0",)),
     "grpo-named": ("grpo", ("env.kwargs.named=true",)),
+    "grpo-named-fast": ("grpo", ("env.kwargs.named=true", "actor.optim.lr=3e-4")),
     "history-5": ("history", ("bank.retrieval.k=5",)),
     "static-online-all-guided": ("static-online", _ALL_GUIDED),
     "static-online-cold": ("static-online", ("extractor.temperature=0.1",)),
@@ -254,7 +255,7 @@ ENVIRONMENTS["lake-words-law"] = replace(
     ),
     curve=("eval.every=24", "eval.worlds=60", "eval.visits=1", "eval.arms=[off, frozen]"),
     final=("eval.worlds=120", "eval.visits=2"),
-    recipes=(*EARNED_RECIPES, "grpo-named"),
+    recipes=(*EARNED_RECIPES, "grpo-named", "grpo-named-fast"),
     arm="frozen",
 )  # fmt: skip
 
@@ -265,18 +266,23 @@ def _own_dialects(seed: int) -> tuple[str, ...]:
     return f"env.train={worlds}", f"env.eval={worlds}"
 
 
-# A few dialects that training can learn by heart, each seed its own. A win without knowing the
-# words is rare, as in Experiential RL: five moves, and no lake that needs more.
+# A few dialects that training can learn by heart, each seed its own, as the observation names them.
+# A win without knowing the words is rare, as in Experiential RL: five moves, and no lake that needs
+# more.
 ENVIRONMENTS["lake-words-few"] = replace(
     ENVIRONMENTS["lake-words"],
     training=(
         *ENVIRONMENTS["lake-words"].training, "env.kwargs.budget=5", "env.max_turns=5",
         "env.kwargs.named=true", "actor.optim.lr=3e-4",
+        "bank.retrieval.strategy=evidence",  # as in lake-words-seen
     ),
-    curve=("eval.every=12", "eval.worlds=4", "eval.visits=16", "eval.arms=[off]"),
+    curve=("eval.every=12", "eval.worlds=4", "eval.visits=16", "eval.arms=[off, frozen]"),
     final=("eval.worlds=4", "eval.visits=32"),
-    recipes=("grpo", "erl", "erl-by-task", "erl-no-reflection", "erl-no-reflection-full"),
-    arm="off",
+    recipes=(
+        "grpo", "erl", "erl-by-task", "erl-no-reflection", "erl-no-reflection-full",
+        "complementary", "static-online",
+    ),
+    arm="frozen",
     by_seed=_own_dialects,
 )  # fmt: skip
 # Worlds that training met, on layouts that it did not, as in ALFWorld's split valid_seen: here the
@@ -289,7 +295,10 @@ ENVIRONMENTS["lake-words-seen"] = replace(
         "bank.retrieval.strategy=evidence",  # by the entry written last 33 %, by this 53 (on dev)
     ),
     curve=("eval.every=12", "eval.worlds=20", "eval.visits=4", "eval.arms=[off, frozen]"),
-    recipes=(*ENVIRONMENTS["lake-words"].recipes, "static-online-recent", "grpo-named"),
+    recipes=(
+        *ENVIRONMENTS["lake-words"].recipes, "static-online-recent", "grpo-named",
+        "grpo-named-fast",
+    ),
     arm="frozen",
 )  # fmt: skip
 # The actor of its `static-online`, now fixed, reads eight lessons that an extractor draws about one
