@@ -44,6 +44,10 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "complementary-per-group-2": ("complementary", ("extractor.per_group=2",)),
     "complementary-search-and-ask": ("complementary", ("actor.search_and_ask=1",)),
+    "complementary-self-distill-full": (
+        "complementary-self-distill",
+        ("methods.self_distill.weight=1.0",),
+    ),
     "erl-by-task": ("erl", _BY_TASK),
     "erl-no-reflection-full": ("erl-no-reflection", ("methods.reflection.weight=1.0",)),
     "grpo-named": ("grpo", ("env.kwargs.named=true",)),
@@ -280,7 +284,7 @@ ENVIRONMENTS["lake-words-few"] = replace(
     final=("eval.worlds=4", "eval.visits=32"),
     recipes=(
         "grpo", "erl", "erl-by-task", "erl-no-reflection", "erl-no-reflection-full",
-        "complementary", "static-online",
+        "complementary", "complementary-self-distill-full",
     ),
     arm="frozen",
     by_seed=_own_dialects,
