@@ -50,6 +50,7 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "erl-by-task": ("erl", _BY_TASK),
     "erl-no-reflection-full": ("erl-no-reflection", ("methods.reflection.weight=1.0",)),
+    "grpo-fast": ("grpo", ("actor.optim.lr=3e-4",)),
     "grpo-named": ("grpo", ("env.kwargs.named=true",)),
     "grpo-named-fast": ("grpo", ("env.kwargs.named=true", "actor.optim.lr=3e-4")),
     "history-5": ("history", ("bank.retrieval.k=5",)),
@@ -277,13 +278,14 @@ ENVIRONMENTS["lake-words-few"] = replace(
     ENVIRONMENTS["lake-words"],
     training=(
         *ENVIRONMENTS["lake-words"].training, "env.kwargs.budget=5", "env.max_turns=5",
-        "env.kwargs.named=true", "actor.optim.lr=3e-4",
+        "env.kwargs.named=true", "run.steps=96",
+        "actor.optim.lr=1e-4",  # at 3e-4 one reflector in two came to repeat a word
         "bank.retrieval.strategy=evidence",  # as in lake-words-seen
     ),
     curve=("eval.every=12", "eval.worlds=4", "eval.visits=16", "eval.arms=[off, frozen]"),
     final=("eval.worlds=4", "eval.visits=32"),
     recipes=(
-        "grpo", "erl", "erl-by-task", "erl-no-reflection", "erl-no-reflection-full",
+        "grpo", "grpo-fast", "erl", "erl-by-task", "erl-no-reflection", "erl-no-reflection-full",
         "complementary", "complementary-self-distill-full",
     ),
     arm="frozen",
