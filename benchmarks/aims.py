@@ -266,7 +266,7 @@ def reflection(found: Study) -> list[Row]:
     """Compare ERL with GRPO and with its ablation, in dialects."""
     recipes = {
         "erl": ("grpo", "erl-no-reflection"),
-        "erl-by-task": ("grpo", "erl-no-reflection-full"),
+        "erl-by-task": ("grpo", "grpo-fast", "erl-no-reflection-full"),
     }
     return [
         Row(f"{place}: `{erl}`", f"minus `{other}`, aim above zero", show_points(gap), gap.low > 0)

@@ -279,7 +279,7 @@ ENVIRONMENTS["lake-words-few"] = replace(
     training=(
         *ENVIRONMENTS["lake-words"].training, "env.kwargs.budget=5", "env.max_turns=5",
         "env.kwargs.named=true", "run.steps=96",
-        "actor.optim.lr=1e-4",  # at 3e-4 one reflector in two came to repeat a word
+        "actor.optim.lr=1e-4",  # at 3e-4 one reflector of three came to repeat a word
         "bank.retrieval.strategy=evidence",  # as in lake-words-seen
     ),
     curve=("eval.every=12", "eval.worlds=4", "eval.visits=16", "eval.arms=[off, frozen]"),
