@@ -39,7 +39,7 @@ class StudyCell(Record):
         recipe: name of the recipe.
         seed: training seed.
         commit: of the code; with ``+`` when it had changes that were not committed.
-        settings: digest of the settings of the training, the seed excepted.
+        settings: digest of the settings of the training, without the seed and what follows from it.
         overrides: settings changed from the recipe's.
         steps: training steps.
         episodes: training episodes, second attempts and those that filled a bank beforehand
@@ -84,7 +84,7 @@ def play_cell(
     overrides = [*overrides_of(environment, recipe, seed), *more]
     base = base_of(environment, recipe)
     named = load_experiment(base, overrides)
-    first = load_experiment(base, [*overrides_of(environment, recipe, 0), *more])
+    of_all_seeds = load_experiment(base, [*overrides_of(environment, recipe, 0), *more])
     begun = cold_start(environment, recipe, overrides, seed, scratch, more)
     experiment = load_experiment(base, [*overrides, *begun])
     begin = time.perf_counter()
@@ -108,7 +108,7 @@ def play_cell(
             recipe=recipe,
             seed=seed,
             commit=code,
-            settings=settings_digest(first, seed=False),
+            settings=settings_digest(of_all_seeds, seed=False),
             overrides=tuple(overrides),
             steps=summary["steps"],
             episodes=sum(
