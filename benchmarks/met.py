@@ -1,13 +1,14 @@
 """Tell how success with the bank of the training depends on how often the training met a world.
 
     python -m benchmarks.met [--environments lake-words-seen alfworld-homes-seen]
-        [--recipes complementary static-online grpo] [--instances]
+        [--recipes complementary static-online grpo] [--instances | --new]
         [--results benchmarks/results/study]
 
 Reads the cells of `benchmarks.study`. The training's tasks are drawn by its seed alone, so they are
 drawn anew here. A block is ``env.visits`` training steps in a row that meet the same worlds.
 ``--instances`` makes the environments instead and tells, for each seed, how many worlds the
 training met, how often, and how many instances of the evaluation begin like one of them.
+``--new`` tells success without a bank on those instances and on the others apart.
 """
 
 from __future__ import annotations
@@ -58,6 +59,17 @@ def success_by_blocks(cells: Sequence[StudyCell]) -> dict[int, list[float]]:
 
 def instances(environment: str, seed: int) -> list[str]:
     """Return a row: worlds met, visits to each, and instances of the evaluation that were met."""
+    met, again = repeated(environment, seed)
+    visits = f"{met.total() / len(met):.1f}"
+    return [environment, str(seed), f"{len(met)} of {len(again)}", visits,
+            f"{again.sum()} of {again.size}"]  # fmt: skip
+
+
+def repeated(environment: str, seed: int) -> tuple[Counter[int], np.ndarray]:
+    """Return the training's visits to each world, and what of the evaluation begins like one.
+
+    The latter has a row for each world and a column for each visit, both of the evaluation.
+    """
     overrides = overrides_of(environment, "grpo", seed)
     final = [*overrides, *ENVIRONMENTS[environment].final]
     experiment = load_experiment(base_of(environment, "grpo"), final)
@@ -70,15 +82,28 @@ def instances(environment: str, seed: int) -> list[str]:
     ]
     evaluated = [
         held_out_task(played.seed, world, visit, listed=True)
-        for visit in range(played.visits)
         for world in range(played.worlds)
+        for visit in range(played.visits)
     ]
     begun = set(beginnings(env, env.train, trained))
-    again = sum(one in begun for one in beginnings(env, env.eval, evaluated))
+    again = [one in begun for one in beginnings(env, env.eval, evaluated)]
     met = Counter(task.options["world"] for task in trained)
-    visits = f"{len(trained) / len(met):.1f}"
-    return [environment, str(seed), f"{len(met)} of {played.worlds}", visits,
-            f"{again} of {len(evaluated)}"]  # fmt: skip
+    return met, np.array(again).reshape(played.worlds, played.visits)
+
+
+def success_by_instance(cells: Sequence[StudyCell]) -> tuple[float, float]:
+    """Return success without a bank on instances that training did not meet, and on those it did.
+
+    Each is a mean over cells, which have an environment and a recipe in common.
+    """
+    new, old = list[float](), list[float]()
+    for cell in cells:
+        again = repeated(cell.environment, cell.seed)[1]
+        played = next(one for one in cell.arms if one.arm == "off")
+        success = np.array([[int(digit) for digit in row] for row in played.outcomes])
+        new.append(float(success[~again].mean()))
+        old.append(float(success[again].mean()))
+    return float(np.mean(new)), float(np.mean(old))
 
 
 def beginnings(
@@ -97,6 +122,7 @@ def main() -> int:
     parser.add_argument("--environments", nargs="+", default=SEEN, choices=list(ENVIRONMENTS))
     parser.add_argument("--recipes", nargs="+", default=["complementary", "static-online", "grpo"])
     parser.add_argument("--instances", action="store_true", help="compare instances instead")
+    parser.add_argument("--new", action="store_true", help="tell success on new instances apart")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.instances:
@@ -105,6 +131,19 @@ def main() -> int:
         print(markdown_table(head, seeds))
         return 0
     cells = read_cells(options.results)
+    if options.new:
+        head = ["environment", "recipe", "success on new instances", "on those that were met"]
+        parts = [
+            (place, recipe, [c for c in cells if (c.environment, c.recipe) == (place, recipe)])
+            for place in options.environments
+            for recipe in options.recipes
+        ]
+        print(markdown_table(head, [
+            [place, f"`{recipe}`", *(f"{100 * rate:.0f} %" for rate in success_by_instance(mine))]
+            for place, recipe, mine in parts
+            if mine
+        ]))  # fmt: skip
+        return 0
     body: list[list[str]] = []
     for place in options.environments:
         for recipe in options.recipes:

@@ -420,6 +420,12 @@ def test_instances_of_the_evaluation_are_compared_with_those_of_the_training() -
     """With the training's own tasks as evaluation each one begins like one that was met."""
     row = met.instances("lake-words-seen", 0)
     assert row == ["lake-words-seen", "0", "38 of 40", "10.1", "0 of 160"]
+    again = met.repeated("lake-words-few", 0)[1]
+    assert (again.shape, again.sum()) == ((4, 32), 28)
+    cell = study_cell("grpo", 0, {"off": 0.5}, "lake-words-few")
+    outcomes = tuple("".join("01"[not met] for met in row) for row in again)
+    arms = (cell.arms[0].model_copy(update={"outcomes": outcomes}),)
+    assert met.success_by_instance([cell.model_copy(update={"arms": arms})]) == (1.0, 0.0)
     experiment = load_experiment("grpo", study_setups.overrides_of("lake-words-seen", "grpo", 0))
     tasks = TaskSource(experiment.env, 40, 0).tasks(0, 4)
     first, again = (
