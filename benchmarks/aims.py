@@ -58,6 +58,8 @@ MEMORY = (
 """Where a memory was to beat every baseline without a model as extractor."""
 GAIN, GAIN_ALONE, SPEED = 0.087, 0.04, 0.5
 """Aims: over GRPO with the bank of the training, over GRPO without a bank, share of episodes."""
+FEW = "lake-words-few"
+"""Dialects that weights can learn, of which the first observation tells the name."""
 GRPO = ("grpo", "grpo-named", "grpo-named-fast")
 """The same with a first observation that names the world, as others do by themselves."""
 LESSONS = Path("benchmarks/results/lesson_gain.json")
@@ -176,6 +178,13 @@ def papers_gains(found: Study) -> list[Row]:
             met = mean.mean >= least and above == len(places)
             text = f"{show_points(mean)}; {above} of {len(parts)} above zero"
             rows.append(Row(name, f"mean; aim {100 * least:+.1f}, each above zero", text, met))
+    rows += [
+        Row("the same, in dialects that weights can learn", f"`{main}` minus `{rival}`",
+            show_points(gap), None)
+        for main in ("complementary", "complementary-self-distill-full")
+        for rival in ("grpo", "grpo-fast")
+        if (gap := difference(found.arm(FEW, main, "off"), found.arm(FEW, rival, "off")))
+    ]  # fmt: skip
     return rows
 
 
@@ -270,7 +279,7 @@ def reflection(found: Study) -> list[Row]:
     }
     return [
         Row(f"{place}: `{erl}`", f"minus `{other}`, aim above zero", show_points(gap), gap.low > 0)
-        for place in ("lake-words", "lake-words-seen", "lake-words-few", "lake-words-smollm2")
+        for place in ("lake-words", "lake-words-seen", FEW, "lake-words-smollm2")
         for erl, others in recipes.items()
         for other in others
         if (gap := difference(found.arm(place, erl, "off"), found.arm(place, other, "off")))
