@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,17 +161,10 @@ def papers_gains(found: Study) -> list[Row]:
     for arm, least, name, places in aims:
         parts: dict[str, Interval] = {}
         for place in places:
-            if (main := found.complementary(place)) is None:
-                continue
-            mine = found.arm(place, main, arm)
-            # A bank is asked by the name of a world. Weights can know a world only if they are
-            # told the name, too, so that the better GRPO is compared.
-            told = found.best(place, GRPO) if arm == "frozen" else (place, "grpo")
-            for rival in dict.fromkeys(["grpo", told[1] if told else "grpo"]):
-                if gap := difference(mine, found.arm(place, rival, "off")):
-                    parts[place] = gap
-                    case = place if rival == "grpo" else f"{place}: minus `{rival}`"
-                    rows.append(Row(name, case, show_points(gap), None))
+            for rival, gap in _over_grpo(found, place, arm):
+                case = place if rival == "grpo" else f"{place}: minus `{rival}`"
+                rows.append(Row(name, case, show_points(gap), None))
+                parts[place] = gap  # the last is over the best
         if parts:
             mean = independent_mean(list(parts.values()))
             above = sum(one.low > 0 for one in parts.values())
@@ -186,6 +179,20 @@ def papers_gains(found: Study) -> list[Row]:
         if (gap := difference(found.arm(FEW, main, "off"), found.arm(FEW, rival, "off")))
     ]  # fmt: skip
     return rows
+
+
+def _over_grpo(found: Study, place: str, arm: Arm) -> Iterator[tuple[str, Interval]]:
+    """Yield by how much `complementary` is ahead of GRPO, and of the best GRPO if that is another.
+
+    A bank is asked by the name of a world. Weights can know a world only if they are told the name,
+    too, which in some environments only another GRPO is. Without a bank the former is compared.
+    """
+    best = found.best(place, GRPO) if arm == "frozen" else None
+    for rival in dict.fromkeys(["grpo", best[1] if best else "grpo"]):
+        main = found.complementary(place)
+        mine = found.arm(place, main, arm) if main else []
+        if gap := difference(mine, found.arm(place, rival, "off")):
+            yield rival, gap
 
 
 def over_baselines(found: Study, known: Mapping[str, np.ndarray]) -> list[Row]:
