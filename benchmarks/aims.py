@@ -59,9 +59,9 @@ MEMORY = (
 GAIN, GAIN_ALONE, SPEED = 0.087, 0.04, 0.5
 """Aims: over GRPO with the bank of the training, over GRPO without a bank, share of episodes."""
 FEW = "lake-words-few"
-"""Dialects that weights can learn, of which the first observation tells the name."""
+"""Dialects that weights can learn, since the first observation names them."""
 GRPO = ("grpo", "grpo-named", "grpo-named-fast")
-"""The same with a first observation that names the world, as others do by themselves."""
+"""GRPO, also with a first observation that names the world, and with that at a higher rate."""
 LESSONS = Path("benchmarks/results/lesson_gain.json")
 UPLIFT = Path("benchmarks/results/extractor_uplift.json")
 TRAINED_AT = "0.6"

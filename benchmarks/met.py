@@ -14,6 +14,7 @@ training met, how often, and how many instances of the evaluation begin like one
 from __future__ import annotations
 
 import argparse
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -94,16 +95,16 @@ def repeated(environment: str, seed: int) -> tuple[Counter[int], np.ndarray]:
 def success_by_instance(cells: Sequence[StudyCell]) -> tuple[float, float]:
     """Return success without a bank on instances that training did not meet, and on those it did.
 
-    Each is a mean over cells, which have an environment and a recipe in common.
+    Each is a mean over the episodes of all cells, NaN where there is none.
     """
-    new, old = list[float](), list[float]()
+    outcomes: dict[bool, list[str]] = {False: [], True: []}
     for cell in cells:
         again = repeated(cell.environment, cell.seed)[1]
         played = next(one for one in cell.arms if one.arm == "off")
-        success = np.array([[int(digit) for digit in row] for row in played.outcomes])
-        new.append(float(success[~again].mean()))
-        old.append(float(success[again].mean()))
-    return float(np.mean(new)), float(np.mean(old))
+        for met, outcome in zip(again.flat, "".join(played.outcomes), strict=True):
+            outcomes[bool(met)].append(outcome)
+    new, old = (each.count("1") / len(each) if each else math.nan for each in outcomes.values())
+    return new, old
 
 
 def beginnings(
@@ -121,8 +122,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--environments", nargs="+", default=SEEN, choices=list(ENVIRONMENTS))
     parser.add_argument("--recipes", nargs="+", default=["complementary", "static-online", "grpo"])
-    parser.add_argument("--instances", action="store_true", help="compare instances instead")
-    parser.add_argument("--new", action="store_true", help="tell success on new instances apart")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--instances", action="store_true", help="compare instances instead")
+    instead.add_argument("--new", action="store_true", help="tell success on new instances apart")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.instances:
@@ -131,30 +133,37 @@ def main() -> int:
         print(markdown_table(head, seeds))
         return 0
     cells = read_cells(options.results)
+    played = [
+        (place, recipe, mine)
+        for place in options.environments
+        for recipe in options.recipes
+        if (mine := [one for one in cells if (one.environment, one.recipe) == (place, recipe)])
+    ]
     if options.new:
         head = ["environment", "recipe", "success on new instances", "on those that were met"]
-        parts = [
-            (place, recipe, [c for c in cells if (c.environment, c.recipe) == (place, recipe)])
-            for place in options.environments
-            for recipe in options.recipes
+        body = [
+            [place, f"`{recipe}`", *map(_percent, success_by_instance(mine))]
+            for place, recipe, mine in played
         ]
-        print(markdown_table(head, [
-            [place, f"`{recipe}`", *(f"{100 * rate:.0f} %" for rate in success_by_instance(mine))]
-            for place, recipe, mine in parts
-            if mine
-        ]))  # fmt: skip
-        return 0
-    body: list[list[str]] = []
-    for place in options.environments:
-        for recipe in options.recipes:
-            mine = [one for one in cells if (one.environment, one.recipe) == (place, recipe)]
-            body += [
-                [place, f"`{recipe}`", str(met), f"{100 * np.mean(rates):.0f} %", str(len(rates))]
-                for met, rates in success_by_blocks(mine).items()
-            ]
-    head = ["environment", "recipe", "blocks that met the world", "later visits", "worlds × seeds"]
+    else:
+        head = [
+            "environment",
+            "recipe",
+            "blocks that met the world",
+            "later visits",
+            "worlds × seeds",
+        ]
+        body = [
+            [place, f"`{recipe}`", str(met), _percent(float(np.mean(rates))), str(len(rates))]
+            for place, recipe, mine in played
+            for met, rates in success_by_blocks(mine).items()
+        ]
     print(markdown_table(head, body))
     return 0
+
+
+def _percent(rate: float) -> str:
+    return "–" if math.isnan(rate) else f"{100 * rate:.0f} %"
 
 
 if __name__ == "__main__":

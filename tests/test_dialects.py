@@ -184,10 +184,10 @@ def test_words_only_leaves_the_symbols_and_deals_all_moves_to_every_split() -> N
         FrozenLakeEnv(words_only=True)
 
 
-def test_runs_can_have_dialects_of_their_own() -> None:
+@both
+def test_runs_can_have_dialects_of_their_own(kind: Any) -> None:
     def names(**given: Any) -> list[str]:
-        env = FrozenLakeEnv("dev", preset="dialects", words_only=True, **given)
-        return [one.name for one in env.dialects]
+        return [one.name for one in dialects(kind, "dev", **given).dialects]
 
     assert names(dialects=2, skip=2) + names(dialects=1, skip=4) == names(dialects=5)[2:]
     with pytest.raises(ConfigError, match="Expected dialects of split dev between 1 and 1, got 2"):
@@ -195,7 +195,7 @@ def test_runs_can_have_dialects_of_their_own() -> None:
     with pytest.raises(ConfigError, match="Expected skip between 0 and 119, got -1"):
         names(dialects=2, skip=-1)
     with pytest.raises(ConfigError, match="skip only with dialects"):
-        FrozenLakeEnv(skip=1)
+        kind(skip=1)
 
 
 @both

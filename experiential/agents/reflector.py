@@ -262,9 +262,9 @@ class BankMemory(ReflectionMemory):
 
     def recall(self, trajectory: Trajectory) -> list[str]:
         """Return the reflections of the nearest tasks, or those of this task alone."""
-        hits = self.bank.search(trajectory.task, k=self.k, where={"kind": KIND})
-        found = [hit.experience for hit in hits]
-        return [one.text for one in found if not self.same_task or one.task == trajectory.task]
+        where = {"kind": KIND} | ({"task": trajectory.task} if self.same_task else {})
+        hits = self.bank.search(trajectory.task, k=self.k, where=where)
+        return [hit.experience.text for hit in hits]
 
     def keep(self, text: str, trajectory: Trajectory) -> None:
         """Add the reflection under its task."""

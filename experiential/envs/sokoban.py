@@ -269,6 +269,7 @@ class SokobanEnv(GridEnv):
         shortest: int | None = None,
         dialects: int | None = None,
         legend: bool = False,
+        skip: int = 0,
         named: bool = False,
         feedback: Wording = True,
         preset: str | None = None,
@@ -299,6 +300,7 @@ class SokobanEnv(GridEnv):
             render_mode,
             rules.dialects,
             legend,
+            skip=skip,
             named=named,
         )
 
