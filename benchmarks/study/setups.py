@@ -286,7 +286,7 @@ ENVIRONMENTS["lake-words-few"] = replace(
     final=("eval.worlds=4", "eval.visits=32"),
     recipes=(
         "grpo", "grpo-fast", "erl", "erl-by-task", "erl-no-reflection", "erl-no-reflection-full",
-        "complementary", "complementary-self-distill-full",
+        "complementary", "complementary-self-distill-full", "static-online",
     ),
     arm="frozen",
     by_seed=_own_dialects,
