@@ -179,6 +179,17 @@ ENVIRONMENTS["vault-law-note"] = replace(
     ),
     beside=("vault-law",),
 )  # fmt: skip
+# So long that weights can learn the law: on dev, imitation of guided episodes began to help without
+# the bank after 130 steps.
+ENVIRONMENTS["vault-law-long"] = replace(
+    ENVIRONMENTS["vault-law-note"],
+    training=(*ENVIRONMENTS["vault-law-note"].training, "run.steps=240"),
+    curve=(
+        "eval.every=24", "eval.worlds=60", "eval.visits=1", "eval.arms=[off, frozen]",
+    ),
+    recipes=("grpo", "complementary", "complementary-self-distill-full"),
+    beside=(),
+)  # fmt: skip
 # Where memory must be earned, with a model that was taught these games by halves. Every recipe
 # reads the entry written last about the very world, so that they differ in who writes it.
 _EARNED = (
