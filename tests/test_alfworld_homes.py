@@ -219,6 +219,9 @@ def test_a_world_is_a_household_and_the_seed_draws_the_game() -> None:
     info = ruled.reset(seed=0, options={"world": 1})[1]
     assert info["task_id"] == f"alfworld-made-law-first-homes-dev-{name}"
     ruled.close()
+    later = ALFWorldEnv("dev", data="made", households=1, skip=1)
+    assert later.reset(seed=0)[1]["task_id"] == infos[0]["task_id"] and later.worlds == [0]
+    later.close()
     env.close()
     twin.close()
 
@@ -234,6 +237,9 @@ def test_games_without_households_stay_as_they_were_and_wrong_arguments_are_refu
         {"households": 121, "split": "dev"},
         {"households": 0},
         {"households": 3, "games": 3},
+        {"households": 2, "skip": 119, "split": "dev"},
+        {"households": 2, "skip": -1},
+        {"skip": 1},
         {"households": 3, "split": "valid_seen"},
         {"split": "dev"},
         {"goal_in_task": False},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, cast
 
@@ -20,7 +21,7 @@ from experiential.envs.alfworld.games import (
 )
 from experiential.envs.alfworld.household import made_games, made_houses
 from experiential.envs.alfworld.player import Player
-from experiential.envs.arguments import one_of, positive, with_preset
+from experiential.envs.arguments import inside, one_of, positive, with_preset
 from experiential.envs.names import NamedSplit
 from experiential.envs.text_env import Info, Step, TextEnv
 from experiential.errors import ConfigError, EnvError, require
@@ -64,6 +65,7 @@ class ALFWorldEnv(TextEnv):
         data: str | None = None,
         games: int | None = None,
         households: int | None = None,
+        skip: int = 0,
         task_types: Sequence[str] | None = None,
         goal_in_task: bool = True,
         turns: int | None = None,
@@ -98,6 +100,9 @@ class ALFWorldEnv(TextEnv):
             )
         if games is not None and households is not None:
             raise ConfigError("Expected games or households, got both; leave one of them out")
+        if skip and households is None:
+            raise ConfigError("Expected skip only with households, got it without")
+        inside("skip", skip, 0, math.inf)
         positive(
             games=games,
             households=households,
@@ -109,7 +114,7 @@ class ALFWorldEnv(TextEnv):
         self.split, self.turns, self.failure = split, chosen["turns"], float(chosen["failure"])
         self.show_actions, self.goal_in_task = show_actions, goal_in_task
         kinds = tuple(task_types or ())
-        self._source = (split, folder, games, kinds, households, law, generation)
+        self._source = (split, folder, games, kinds, households, skip, law, generation)
         self._playing = (recycle, timeout, in_process, cached)
         self._open()
         super().__init__(len(self._houses or self._entries), render_mode=render_mode)
@@ -230,7 +235,7 @@ class ALFWorldEnv(TextEnv):
 
     def _open(self) -> None:
         self._player = Player(*self._playing)
-        split, data, number, kinds, households, law, generation = self._source
+        split, data, number, kinds, households, skip, law, generation = self._source
         self._entries: Sequence[Entry] = ()
         self._houses: tuple[House, ...] = ()
         made = data is None or data == "made"
@@ -239,13 +244,14 @@ class ALFWorldEnv(TextEnv):
             self._name = f"alfworld-{'made-' if made else ''}{kind}-{split}"
             if data is None or made:
                 named = cast("NamedSplit", split)
-                houses = made_houses(named, households, kinds, generation, law)
+                houses = made_houses(named, skip + households, kinds, generation, law)
             else:  # the scenes of valid_seen are those of train
                 houses = houses_of(open_games(data, "train"), split, kinds)
-            self._houses = houses[:households]
-            if len(houses) < households:
+            self._houses = houses[skip : skip + households]
+            if len(self._houses) < households:
                 raise ConfigError(
-                    f"Expected at most {len(houses)} households of split {split}, got {households}"
+                    f"Expected households and skip to be at most {len(houses)} together in split"
+                    f" {split}, got {households} and {skip}"
                 )
             return
         if data is None or made:
