@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from benchmarks import dialects, households
 from experiential.config import Arm
@@ -276,9 +277,9 @@ ENVIRONMENTS["lake-words-law"] = replace(
 )  # fmt: skip
 
 
-def _own_dialects(seed: int) -> tuple[str, ...]:
-    """Return the settings by which a run trains in four dialects of its own and ends in them."""
-    worlds = f"{{split: train, dialects: 4, skip: {4 * seed}}}"
+def _own(kind: str, number: int, seed: int) -> tuple[str, ...]:
+    """Return the settings by which a run trains in a few worlds of its own and ends in them."""
+    worlds = f"{{split: train, {kind}: {number}, skip: {number * seed}}}"
     return f"env.train={worlds}", f"env.eval={worlds}"
 
 
@@ -300,7 +301,7 @@ ENVIRONMENTS["lake-words-few"] = replace(
         "complementary", "complementary-self-distill-full", "static-online",
     ),
     arm="frozen",
-    by_seed=_own_dialects,
+    by_seed=partial(_own, "dialects", 4),
 )  # fmt: skip
 # Worlds that training met, on layouts that it did not, as in ALFWorld's split valid_seen: here the
 # bank of the training knows something that weights could learn as well.
@@ -470,6 +471,20 @@ ENVIRONMENTS["alfworld-homes-seen"] = replace(
     ),
     final=("eval.worlds=12", "eval.visits=8"),
     arm="frozen",
+)  # fmt: skip
+# Two households for each seed, its own, and longer training, so that weights can learn them.
+ENVIRONMENTS["alfworld-homes-few"] = replace(
+    ENVIRONMENTS["alfworld-homes-seen"],
+    training=(
+        *ENVIRONMENTS["alfworld-homes-seen"].training, "actor.optim.lr=3e-4", "run.steps=36",
+    ),
+    curve=(
+        "eval.every=12", "eval.worlds=2", "eval.visits=12", "eval.arms=[off, frozen]",
+        "eval.temperature=1.0",
+    ),
+    final=("eval.worlds=2", "eval.visits=32"),
+    recipes=("grpo", "complementary", "complementary-self-distill-full"),
+    by_seed=partial(_own, "households", 2),
 )  # fmt: skip
 # As in vault-law, where things are follows from the first word of a household's name. More
 # households are met, with fewer episodes in each.
