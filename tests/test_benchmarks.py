@@ -371,6 +371,56 @@ def test_the_aims_compare_each_family_with_grpo_and_count_those_above_zero() -> 
     assert {(row.found, row.met) for row in aims.speed(found)} == {("128 and 128", False)}
 
 
+def test_speed_is_compared_to_its_own_end_and_to_that_of_grpo() -> None:
+    """Both need 128 episodes to 80 % of their own 90 and 70 %; one has GRPO's 56 % after 64."""
+    slow = study_cell("grpo", 0, {"off": 0.7}, "lake-words-few")
+    fast = study_cell("complementary", 0, {"off": 0.7, "frozen": 0.9}, "lake-words-few")
+    points = tuple(
+        Point(step=step, episodes=64 * step, success=success)
+        for step, success in enumerate((0.1, 0.6, 0.9))
+    )
+    fast = fast.model_copy(update={"curve": {"frozen": points}})
+    found = {row.aim: (row.found, row.met) for row in aims.speed(aims.Study([slow, fast]))}
+    assert found == {
+        "episodes to 80 % of the final success": ("128 and 128", False),
+        "episodes to 80 % of GRPO's final success": ("64 and 128", True),
+    }
+
+
+def test_imitation_is_compared_with_the_best_grpo_where_weights_can_learn() -> None:
+    shares = {
+        ("vault-law-long", "grpo"): {"off": 0.1},
+        ("vault-law-long", "complementary-self-distill-full"): {"off": 0.9, "frozen": 1.0},
+        ("lake-words-few", "grpo"): {"off": 0.2},
+        ("lake-words-few", "grpo-fast"): {"off": 0.4},
+        ("lake-words-few", "complementary"): {"off": 0.6, "frozen": 0.9},
+        ("lake-words-few", "complementary-self-distill-full"): {"off": 0.9, "frozen": 0.9},
+        ("alfworld-homes-few", "grpo"): {"off": 0.3},
+        ("alfworld-homes-few", "complementary-self-distill-full"): {"off": 0.8, "frozen": 0.8},
+    }
+    rows = aims.gains_in_weights(
+        aims.Study(
+            [
+                study_cell(recipe, seed, arms, place)
+                for (place, recipe), arms in shares.items()
+                for seed in (0, 1)
+            ]
+        )
+    )
+    means = [
+        (row.aim.partition("`")[2].partition("`")[0], row.found.partition(" ")[0], row.met)
+        for row in rows
+        if row.case.startswith("mean; aim")
+    ]
+    imitating = "complementary-self-distill-full"  # 90, 50 and 50 points; 80, 50 and 50 without
+    assert means == [
+        ("complementary", "+50", False),  # one environment of three
+        ("complementary", "+20", False),
+        (imitating, "+63", True),
+        (imitating, "+60", True),
+    ]
+
+
 def test_erl_is_compared_with_grpo_and_with_its_ablation_by_its_first_attempts() -> None:
     shares = {
         "grpo": {"off": 0.1},
