@@ -29,6 +29,7 @@ _BY_TASK = (
     "methods.reflection.temperature=0.3",  # as lessons about dialects have
     "methods.reflection.weight=1.0",  # as in the paper
 )  # fmt: skip
+_IMITATE = "methods.self_distill.weight=1.0"
 _ALL_GUIDED = ("actor.guided=all", "actor.advantage=pooled")
 VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "complementary-cool": ("complementary", ("extractor.temperature=0.3",)),
@@ -45,10 +46,7 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "complementary-per-group-2": ("complementary", ("extractor.per_group=2",)),
     "complementary-search-and-ask": ("complementary", ("actor.search_and_ask=1",)),
-    "complementary-self-distill-full": (
-        "complementary-self-distill",
-        ("methods.self_distill.weight=1.0",),
-    ),
+    "complementary-self-distill-full": ("complementary-self-distill", (_IMITATE,)),
     "erl-by-task": ("erl", _BY_TASK),
     "erl-no-reflection-full": ("erl-no-reflection", ("methods.reflection.weight=1.0",)),
     "grpo-fast": ("grpo", ("actor.optim.lr=3e-4",)),
@@ -65,6 +63,10 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "static-online-home-rule": ("static-online", ("extractor.agent=benchmarks.earned_rules:home",)),
     "static-online-lake-rule": ("static-online", ("extractor.agent=benchmarks.earned_rules:lake",)),
     "static-online-recent": ("static-online", ("bank.retrieval.strategy=recent",)),
+    "static-online-self-distill-full": (
+        "complementary-self-distill",
+        (_IMITATE, "extractor.train=false"),
+    ),
     "static-online-sparing": ("static-online", ("extractor.agent=benchmarks.sparing:Sparing",)),
     "static-online-vault-rule": (
         "static-online",
@@ -128,6 +130,10 @@ class Setup:
     by_seed: Callable[[int], tuple[str, ...]] = lambda _: ()
 
 
+_IMITATION = (
+    "grpo", "complementary", "complementary-self-distill-full", "static-online-self-distill-full",
+)  # fmt: skip
+"""Compared without a bank, where weights can learn the worlds."""
 _ANY_WORLD = (
     "env.visits=1", "bank.retrieval.floor=0.0", "bank.retrieval.tie=0.001",
     "bank.retrieval.strategy=evidence", "bank.options.retrieval.same_task=false",
@@ -188,7 +194,7 @@ ENVIRONMENTS["vault-law-long"] = replace(
     curve=(
         "eval.every=24", "eval.worlds=60", "eval.visits=1", "eval.arms=[off, frozen]",
     ),
-    recipes=("grpo", "complementary", "complementary-self-distill-full"),
+    recipes=_IMITATION,
     beside=(),
 )  # fmt: skip
 # Where memory must be earned, with a model that was taught these games by halves. Every recipe
@@ -299,6 +305,7 @@ ENVIRONMENTS["lake-words-few"] = replace(
     recipes=(
         "grpo", "grpo-fast", "erl", "erl-by-task", "erl-no-reflection", "erl-no-reflection-full",
         "complementary", "complementary-self-distill-full", "static-online",
+        "static-online-self-distill-full",
     ),
     arm="frozen",
     by_seed=partial(_own, "dialects", 4),
@@ -483,7 +490,7 @@ ENVIRONMENTS["alfworld-homes-few"] = replace(
         "eval.temperature=1.0",
     ),
     final=("eval.worlds=2", "eval.visits=32"),
-    recipes=("grpo", "complementary", "complementary-self-distill-full"),
+    recipes=_IMITATION,
     by_seed=partial(_own, "households", 2),
 )  # fmt: skip
 # As in vault-law, where things are follows from the first word of a household's name. More
@@ -539,7 +546,7 @@ WITHOUT_EXTRACTOR = (*FUNCTIONS, *RULES)
 """The baselines of an environment without others."""
 UNTRAINED = (
     "static-online", "static-online-all-guided", "static-online-cool", "static-online-cold",
-    "static-online-sparing",
+    "static-online-self-distill-full", "static-online-sparing",
 )  # fmt: skip
 """Recipes whose entries the model writes, untrained."""
 WRITERS = (*UNTRAINED, *WITHOUT_EXTRACTOR)
