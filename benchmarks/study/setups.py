@@ -52,6 +52,16 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "grpo-fast": ("grpo", ("actor.optim.lr=3e-4",)),
     "grpo-named": ("grpo", ("env.kwargs.named=true",)),
     "grpo-named-fast": ("grpo", ("env.kwargs.named=true", "actor.optim.lr=3e-4")),
+    "history-self-distill-full": (
+        "complementary-self-distill",  # since history has no free episodes to compare with
+        (
+            _IMITATE,
+            "extractor.agent=transcript",
+            "extractor.train=false",
+            "extractor.shared=true",
+            "bank.options.text_limit=6000",
+        ),
+    ),
     "history-5": ("history", ("bank.retrieval.k=5",)),
     "static-online-all-guided": ("static-online", _ALL_GUIDED),
     "static-online-cold": ("static-online", ("extractor.temperature=0.1",)),
@@ -132,6 +142,7 @@ class Setup:
 
 _IMITATION = (
     "grpo", "complementary", "complementary-self-distill-full", "static-online-self-distill-full",
+    "history-self-distill-full",
 )  # fmt: skip
 """Compared without a bank, where weights can learn the worlds."""
 _ANY_WORLD = (
@@ -535,7 +546,10 @@ ALL = (
     "model.threads=1", "extractor.per_group=0",  # as in the paper
 )  # fmt: skip
 """Settings of every run; with run.drain the same cell twice gives the same outcomes."""
-FUNCTIONS = ("template", "template-5", "template-all-guided", "history", "history-5")
+FUNCTIONS = (
+    "template", "template-5", "template-all-guided", "history", "history-5",
+    "history-self-distill-full",
+)  # fmt: skip
 """Recipes whose entries a function writes that knows no game."""
 RULES = (
     "static-online-dialect-rule", "static-online-home-rule", "static-online-lake-rule",
