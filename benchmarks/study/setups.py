@@ -205,7 +205,9 @@ ENVIRONMENTS["vault-law-long"] = replace(
     curve=(
         "eval.every=24", "eval.worlds=60", "eval.visits=1", "eval.arms=[off, frozen]",
     ),
-    recipes=(*_IMITATION, "static-online", "static-online-cool", "history"),
+    recipes=(
+        *_IMITATION, "complementary-self-distill", "static-online", "static-online-cool", "history",
+    ),
     beside=(),
 )  # fmt: skip
 # Where memory must be earned, with a model that was taught these games by halves. Every recipe
