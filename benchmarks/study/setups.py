@@ -102,6 +102,7 @@ TRAINED = (
     ("complementary-cool",),
     ("complementary-no-kl",),
     ("complementary-no-kl-cool",),
+    ("complementary-self-distill-full",),
 )
 """What recipes with another writer are compared with: of each, the first that was played."""
 
