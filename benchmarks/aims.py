@@ -197,7 +197,7 @@ def gains_in_weights(found: Study) -> list[Row]:
 
 
 def _mean(name: str, least: float, parts: Sequence[Interval], places: int) -> list[Row]:
-    """Compare the mean gain of some environments with an aim, which each must be above zero for."""
+    """Compare the mean gain of some environments with an aim; each gain must be above zero."""
     if not parts:
         return []
     mean, above = independent_mean(list(parts)), sum(one.low > 0 for one in parts)
@@ -278,7 +278,7 @@ def accumulation(found: Study) -> list[Row]:
 def speed(found: Study) -> list[Row]:
     """Compare the episodes after which success first was 80 % of that at the end.
 
-    Of each recipe's own, and of GRPO's, a level that both reach or not.
+    The end is first each recipe's own, then GRPO's for both.
     """
     rows: list[Row] = []
     for whose in ("the", "GRPO's"):
@@ -290,11 +290,11 @@ def speed(found: Study) -> list[Row]:
                 continue
             last = theirs[-1][1]
             reached = _episodes(mine, last if whose == "GRPO's" else mine[-1][1])
-            needed = _episodes(theirs, last)
+            needed = _episodes(theirs, last) or 0  # its end is above 80 % of it
             shown = "never" if reached is None else f"{reached:,}"
-            open_ = reached == 0 or needed == 0
-            text = f"{shown} and {needed:,}" + ("; one starts there" if open_ else "")
-            met = None if open_ else reached is not None and reached <= SPEED * (needed or 0)
+            starts = 0 in (reached, needed)
+            text = f"{shown} and {needed:,}" + ("; one starts there" if starts else "")
+            met = None if starts else reached is not None and reached <= SPEED * needed
             rows.append(Row(name, f"{place}: `{main}`, GRPO; aim half", text, met))
     return rows
 
