@@ -196,6 +196,24 @@ def gains_in_weights(found: Study) -> list[Row]:
     return rows
 
 
+def without_bank(found: Study) -> list[Row]:
+    """Compare what weights learned: all recipes with GRPO, imitation and ERL with all others."""
+    rows: list[Row] = []
+    for place in LEARNABLE:
+        played = [one for one in found.recipes(place, ENVIRONMENTS[place].recipes) if one != "grpo"]
+        pairs = [(one, "grpo") for one in played]
+        pairs += [
+            (one, other) for one in (IMITATING, "erl-by-task") for other in played if other != one
+        ]
+        rows += [
+            Row("where weights can learn, without a bank", f"{place}: `{one}` minus `{other}`",
+                show_points(gap), None)
+            for one, other in pairs
+            if (gap := difference(found.arm(place, one, "off"), found.arm(place, other, "off")))
+        ]  # fmt: skip
+    return rows
+
+
 def _mean(name: str, least: float, parts: Sequence[Interval], places: int) -> list[Row]:
     """Compare the mean gain of some environments with an aim; each gain must be above zero."""
     if not parts:
@@ -384,9 +402,9 @@ def main() -> int:
     options = parser.parse_args()
     found = Study(read_cells(options.results))
     rows = [
-        *papers_gains(found), *gains_in_weights(found), *over_baselines(found, baselines()),
-        *accumulation(found), *speed(found), *reflection(found), *extractor(),
-        *ablations(found),
+        *papers_gains(found), *gains_in_weights(found), *without_bank(found),
+        *over_baselines(found, baselines()), *accumulation(found), *speed(found),
+        *reflection(found), *extractor(), *ablations(found),
     ]  # fmt: skip
     text = markdown_table(["aim", "case", "found", "verdict"], [row.cells() for row in rows])
     (options.results / "aims.md").write_text(text + "\n", encoding="utf-8")

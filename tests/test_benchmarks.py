@@ -398,15 +398,14 @@ def test_imitation_is_compared_with_the_best_grpo_where_weights_can_learn() -> N
         ("alfworld-homes-few", "grpo"): {"off": 0.3},
         ("alfworld-homes-few", "complementary-self-distill-full"): {"off": 0.8, "frozen": 0.8},
     }
-    rows = aims.gains_in_weights(
-        aims.Study(
-            [
-                study_cell(recipe, seed, arms, place)
-                for (place, recipe), arms in shares.items()
-                for seed in (0, 1)
-            ]
-        )
+    found = aims.Study(
+        [
+            study_cell(recipe, seed, arms, place)
+            for (place, recipe), arms in shares.items()
+            for seed in (0, 1)
+        ]
     )
+    rows = aims.gains_in_weights(found)
     means = [
         (row.aim.partition("`")[2].partition("`")[0], row.found.partition(" ")[0], row.met)
         for row in rows
@@ -419,6 +418,10 @@ def test_imitation_is_compared_with_the_best_grpo_where_weights_can_learn() -> N
         (imitating, "+63", True),
         (imitating, "+60", True),
     ]
+    alone = {row.case: row.found.partition(" ")[0] for row in aims.without_bank(found)}
+    assert alone["lake-words-few: `complementary` minus `grpo`"] == "+40"
+    assert alone[f"lake-words-few: `{imitating}` minus `complementary`"] == "+30"
+    assert len(alone) == 7  # one under the law and in households, five in dialects
 
 
 def test_erl_is_compared_with_grpo_and_with_its_ablation_by_its_first_attempts() -> None:
