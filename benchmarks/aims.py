@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -165,13 +165,7 @@ def papers_gains(found: Study) -> list[Row]:
         ("off", GAIN_ALONE, "the same, in worlds that training met", MET),
     )
     for arm, least, name, places in aims:
-        parts: dict[str, Interval] = {}
-        for place in places:
-            for rival, gap in _over_grpo(found, place, arm):
-                case = place if rival == "grpo" else f"{place}: minus `{rival}`"
-                rows.append(Row(name, case, show_points(gap), None))
-                parts[place] = gap  # the last is over the best
-        rows += _mean(name, least, list(parts.values()), len(places))
+        rows += _over_grpo(found, name, "complementary", arm, least, places)
     return rows
 
 
@@ -184,15 +178,7 @@ def gains_in_weights(found: Study) -> list[Row]:
     )
     for main, (arm, least, kind) in product(("complementary", IMITATING), kinds):
         name = f"where weights can learn: `{main}` {kind}, minus GRPO"
-        parts: list[Interval] = []
-        for place in LEARNABLE:
-            mine, gaps = found.arm(place, main, arm), list[Interval]()
-            for rival in found.recipes(place, GRPO):
-                if gap := difference(mine, found.arm(place, rival, "off")):
-                    rows.append(Row(name, f"{place}: minus `{rival}`", show_points(gap), None))
-                    gaps.append(gap)
-            parts += sorted(gaps, key=lambda gap: gap.mean)[:1]
-        rows += _mean(name, least, parts, len(LEARNABLE))
+        rows += _over_grpo(found, name, main, arm, least, LEARNABLE)
     return rows
 
 
@@ -214,6 +200,26 @@ def without_bank(found: Study) -> list[Row]:
     return rows
 
 
+def _over_grpo(
+    found: Study, name: str, main: str, arm: Arm, least: float, places: Sequence[str]
+) -> list[Row]:
+    """Compare a recipe with every GRPO in some environments; the mean is over the best of each.
+
+    A bank is asked by the name of a world. Weights can know a world only if they are told the name,
+    too, which in some environments only another GRPO is.
+    """
+    rows: list[Row] = []
+    parts: list[Interval] = []
+    for place in places:
+        mine, gaps = found.arm(place, main, arm), list[Interval]()
+        for rival in found.recipes(place, GRPO):
+            if gap := difference(mine, found.arm(place, rival, "off")):
+                rows.append(Row(name, f"{place}: minus `{rival}`", show_points(gap), None))
+                gaps.append(gap)
+        parts += sorted(gaps, key=lambda gap: gap.mean)[:1]
+    return rows + _mean(name, least, parts, len(places))
+
+
 def _mean(name: str, least: float, parts: Sequence[Interval], places: int) -> list[Row]:
     """Compare the mean gain of some environments with an aim; each gain must be above zero."""
     if not parts:
@@ -222,20 +228,6 @@ def _mean(name: str, least: float, parts: Sequence[Interval], places: int) -> li
     text = f"{show_points(mean)}; {above} of {len(parts)} above zero"
     met = mean.mean >= least and above == places
     return [Row(name, f"mean; aim {100 * least:+.1f}, each above zero", text, met)]
-
-
-def _over_grpo(found: Study, place: str, arm: Arm) -> Iterator[tuple[str, Interval]]:
-    """Yield by how much `complementary` is ahead of GRPO, and of the best GRPO if that is another.
-
-    A bank is asked by the name of a world. Weights can know a world only if they are told the name,
-    too, which in some environments only another GRPO is. Without a bank the former is compared.
-    """
-    best = found.best(place, GRPO) if arm == "frozen" else None
-    for rival in dict.fromkeys(["grpo", best[1] if best else "grpo"]):
-        main = found.complementary(place)
-        mine = found.arm(place, main, arm) if main else []
-        if gap := difference(mine, found.arm(place, rival, "off")):
-            yield rival, gap
 
 
 def over_baselines(found: Study, known: Mapping[str, np.ndarray]) -> list[Row]:
