@@ -156,15 +156,13 @@ def difference(first: Sequence[Cell], second: Sequence[Cell]) -> Interval | None
 def papers_gains(found: Study) -> list[Row]:
     """Compare Complementary RL with GRPO, reading the bank of the training and without a bank."""
     rows: list[Row] = []
-    aims: tuple[tuple[Arm, float, str, Sequence[str]], ...] = (
-        ("frozen", GAIN, "bank of the training, minus GRPO", HELD_OUT),
-        ("frozen", GAIN, "the same, dialects under a law", LAWS),
-        ("frozen", GAIN, "the same, in worlds that training met", MET),
-        ("off", GAIN_ALONE, "without the bank, minus GRPO", HELD_OUT),
-        ("off", GAIN_ALONE, "the same, dialects under a law", LAWS),
-        ("off", GAIN_ALONE, "the same, in worlds that training met", MET),
+    kinds: tuple[tuple[Arm, float, str], ...] = (
+        ("frozen", GAIN, "bank of the training, minus GRPO"),
+        ("off", GAIN_ALONE, "without the bank, minus GRPO"),
     )
-    for arm, least, name, places in aims:
+    worlds = (("", HELD_OUT), (", dialects under a law", LAWS), (", worlds that training met", MET))
+    for (arm, least, kind), (which, places) in product(kinds, worlds):
+        name = f"{kind}{which}"
         rows += _over_grpo(found, name, "complementary", arm, least, places)
     return rows
 

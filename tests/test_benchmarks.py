@@ -354,8 +354,11 @@ def test_the_aims_compare_each_family_with_grpo_and_count_those_above_zero() -> 
         "3 of 3 above zero",
     ]
     assert [row.met for row in means] == [False, False, True, False, False, False]
-    cases = {row.case: row.found.partition(" ")[0] for row in gains if "-seen" in row.case}
-    assert cases["lake-words-seen: minus `grpo-named`"] == "+40"
+    named = [row for row in gains if row.case == "lake-words-seen: minus `grpo-named`"]
+    assert [(row.aim, row.found.partition(" ")[0]) for row in named] == [
+        ("bank of the training, minus GRPO, worlds that training met", "+40"),
+        ("without the bank, minus GRPO, worlds that training met", "-10"),
+    ]
     rows = {row.case: row for row in aims.over_baselines(found, {})}
     over = rows["vault-law-note: `complementary` minus `history` (vault-law)"]
     assert over.found.startswith("+50 [")
