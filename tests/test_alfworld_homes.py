@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -25,10 +26,10 @@ from experiential.envs.alfworld.games import (
 from experiential.envs.alfworld.household import (
     BEDROOM,
     KITCHEN,
-    Home,
     draw_home,
     draw_visit,
     made_houses,
+    task_types,
 )
 from experiential.evaluation.arms import world_of
 
@@ -95,8 +96,8 @@ def test_objects_are_where_they_are_kept_and_the_task_is_not_done_yet(room: Any)
 
 
 def test_rooms_admit_the_tasks_that_they_have_stations_for() -> None:
-    assert len(Home(KITCHEN, (), {}).task_types) == 5
-    assert Home(BEDROOM, (), {}).task_types == [
+    assert len(task_types(KITCHEN)) == 5
+    assert task_types(BEDROOM) == [
         "pick_and_place_simple",
         "look_at_obj_in_light",
         "pick_two_obj_and_place",
@@ -123,6 +124,18 @@ def test_under_a_law_names_that_begin_alike_keep_their_objects_alike_in_every_sp
             kept.setdefault(first, set()).add(one.contents)
     assert len(kept) == 32 and {len(found) for found in kept.values()} == {1}
     assert len(set.union(*kept.values())) == 32
+
+
+def test_few_kinds_of_objects_still_allow_a_task_of_each_type_asked_for() -> None:
+    """Every visit has all three: a wanted object and two others."""
+    heat = "pick_heat_then_place_in_recep"
+    for split, kinds in (("dev", ()), ("eval", (heat,))):
+        for house in made_houses(split, 60, kinds, objects=3):  # type: ignore[arg-type]
+            games = [house.draw(np.random.default_rng(seed)) for seed in range(3)]
+            assert not kinds or {game.task_type for game in games} == {heat}
+            for game in games:
+                listed = re.findall(r"\(objectType \S+ (\w+)Type\)", game.data["pddl_problem"])
+                assert len(set(listed) - {"DeskLamp"}) == 3 and game.walkthrough
 
 
 def needs_alfworld() -> None:
@@ -219,6 +232,10 @@ def test_a_world_is_a_household_and_the_seed_draws_the_game() -> None:
     info = ruled.reset(seed=0, options={"world": 1})[1]
     assert info["task_id"] == f"alfworld-made-law-first-homes-dev-{name}"
     ruled.close()
+    few = ALFWorldEnv("dev", data="made", households=2, law="first", objects=4)
+    info = few.reset(seed=0, options={"world": 1})[1]
+    assert info["task_id"] == f"alfworld-made-4-object-law-first-homes-dev-{name}"
+    few.close()
     later = ALFWorldEnv("dev", data="made", households=1, skip=1)
     assert later.reset(seed=0)[1]["task_id"] == infos[0]["task_id"] and later.worlds == [0]
     later.close()
@@ -244,6 +261,10 @@ def test_games_without_households_stay_as_they_were_and_wrong_arguments_are_refu
         {"split": "dev"},
         {"goal_in_task": False},
         {"law": "first"},
+        {"objects": 4},
+        {"objects": 1, "households": 3},
+        {"objects": 11, "households": 3},
+        {"objects": 4, "households": 3, "data": "$ALFWORLD_DATA"},
         {"law": "last", "households": 3},
         {"law": "first", "households": 3, "data": "$ALFWORLD_DATA"},
     ]

@@ -19,7 +19,7 @@ from experiential.envs.alfworld.games import (
     houses_of,
     open_games,
 )
-from experiential.envs.alfworld.household import made_games, made_houses
+from experiential.envs.alfworld.household import KINDS, made_games, made_houses
 from experiential.envs.alfworld.player import Player
 from experiential.envs.arguments import inside, one_of, positive, with_preset
 from experiential.envs.names import NamedSplit
@@ -77,6 +77,7 @@ class ALFWorldEnv(TextEnv):
         cached: bool = True,
         generation: int = 0,
         law: Literal["first"] | None = None,
+        objects: int = KINDS,
         preset: str | None = None,
         render_mode: str | None = None,
     ) -> None:
@@ -93,11 +94,13 @@ class ALFWorldEnv(TextEnv):
             )
         one_of("law", law, (None, "first"))
         folder = data if data is not None else default_folder()
-        if law and (households is None or folder not in (None, "made")):
-            raise ConfigError(
-                f"Expected law with made households alone, got households={households} of"
-                f' {folder or "made games"}; give households= and data="made"'
-            )
+        for name, given in (("law", law), ("objects", objects != KINDS)):
+            if given and (households is None or folder not in (None, "made")):
+                raise ConfigError(
+                    f"Expected {name} with made households alone, got households={households} of"
+                    f' {folder or "made games"}; give households= and data="made"'
+                )
+        inside("objects", objects, 2, KINDS)
         if games is not None and households is not None:
             raise ConfigError("Expected games or households, got both; leave one of them out")
         if skip and households is None:
@@ -114,7 +117,7 @@ class ALFWorldEnv(TextEnv):
         self.split, self.turns, self.failure = split, chosen["turns"], float(chosen["failure"])
         self.show_actions, self.goal_in_task = show_actions, goal_in_task
         kinds = tuple(task_types or ())
-        self._source = (split, folder, games, kinds, households, skip, law, generation)
+        self._source = (split, folder, games, kinds, households, skip, law, objects, generation)
         self._playing = (recycle, timeout, in_process, cached)
         self._open()
         super().__init__(len(self._houses or self._entries), render_mode=render_mode)
@@ -235,16 +238,17 @@ class ALFWorldEnv(TextEnv):
 
     def _open(self) -> None:
         self._player = Player(*self._playing)
-        split, data, number, kinds, households, skip, law, generation = self._source
+        split, data, number, kinds, households, skip, law, objects, generation = self._source
         self._entries: Sequence[Entry] = ()
         self._houses: tuple[House, ...] = ()
         made = data is None or data == "made"
         if households is not None:
             kind = f"law-{law}-homes" if law else "homes"
+            kind = kind if objects == KINDS else f"{objects}-object-{kind}"
             self._name = f"alfworld-{'made-' if made else ''}{kind}-{split}"
             if data is None or made:
                 named = cast("NamedSplit", split)
-                houses = made_houses(named, skip + households, kinds, generation, law)
+                houses = made_houses(named, skip + households, kinds, generation, law, objects)
             else:  # the scenes of valid_seen are those of train
                 houses = houses_of(open_games(data, "train"), split, kinds)
             self._houses = houses[skip : skip + households]

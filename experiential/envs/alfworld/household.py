@@ -39,6 +39,8 @@ _WORDS = {
     "pick_cool_then_place_in_recep": "put a cool {o} in {r}. / cool some {o} and put it in {r}.",
     "pick_two_obj_and_place": "put two {o} in {r}. / find two {o} and put them in {r}.",
 }
+KINDS = 10
+"""Kinds of objects in a household, so many that some of a kitchen's can be heated."""
 _OPENABLE = frozenset({"Fridge", "Microwave", "Cabinet", "Drawer", "Safe"})
 
 
@@ -257,15 +259,26 @@ class Home:
     kept: dict[str, Item]
     """Kind of object to receptacle; in a bedroom also that of the desk lamp."""
 
+    def wanted(self, task_type: TaskType) -> list[str]:
+        """Return the kinds of objects that a task of a type can ask for here."""
+        _, _, able, _ = STATES.get(task_type, ("", "", "", ""))
+        things = self.room.things
+        return [kind for kind in self.kept if kind in things and able in things[kind]]
+
     @property
     def task_types(self) -> list[TaskType]:
         """Return the types of task that can be done here."""
-        absent = ["look_at_obj_in_light"] if self.room is KITCHEN else STATES
-        return [kind for kind in TASK_TYPES if kind not in absent]
+        return [kind for kind in task_types(self.room) if self.wanted(kind)]
 
 
-def draw_home(random: Random, room: Room) -> Home:
-    """Draw a household with ten kinds of objects, each kept in one place."""
+def task_types(room: Room) -> list[TaskType]:
+    """Return the types of task that a kind of room has what is needed for."""
+    absent = ["look_at_obj_in_light"] if room is KITCHEN else STATES
+    return [kind for kind in TASK_TYPES if kind not in absent]
+
+
+def draw_home(random: Random, room: Room, objects: int = KINDS) -> Home:
+    """Draw a household with some kinds of objects, each kept in one place."""
     places = [
         item(kind, n)
         for kind, most in room.places.items()
@@ -273,7 +286,7 @@ def draw_home(random: Random, room: Room) -> Home:
     ]
     kept = {
         kind: random.choice([place for place in places if fits(room, place.kind, kind)])
-        for kind in random.sample(list(room.things), 10)  # some of a kitchen can be heated
+        for kind in random.sample(list(room.things), objects)
     }
     if room is BEDROOM:
         tables = [place for place in places if place.kind in ("Desk", "SideTable")]
@@ -283,13 +296,14 @@ def draw_home(random: Random, room: Room) -> Home:
 
 def draw_visit(random: Random, home: Home, task_type: TaskType) -> Household:
     """Draw a game of a type that the household admits: the goal, and which objects are there."""
-    _, station, able, _ = STATES.get(task_type, ("", "", "", ""))
+    station = STATES[task_type][1] if task_type in STATES else ""
     kinds = [kind for kind in home.kept if kind in home.room.things]
-    target = random.choice([kind for kind in kinds if able in home.room.things[kind]])
+    target = random.choice(home.wanted(task_type))
     taken = (station, home.kept[target].kind)
     ends = [k for k in home.room.places if k not in taken and fits(home.room, k, target)]
     end = random.choice(ends)
-    others = random.sample([kind for kind in kinds if kind != target], random.randint(4, 7))
+    others = [kind for kind in kinds if kind != target]
+    others = random.sample(others, min(random.randint(4, 7), len(others)))
     least = 2 if task_type == "pick_two_obj_and_place" else 1
     amounts = {target: random.randint(least, 3), **{kind: random.randint(1, 2) for kind in others}}
     where = {
@@ -311,23 +325,26 @@ def made_houses(
     kinds: Collection[str] = (),
     generation: int = 0,
     law: Literal["first"] | None = None,
+    objects: int = KINDS,
 ) -> tuple[House, ...]:
     """Return households of a split by name, kitchens and bedrooms in turn where both have tasks.
 
     A game is drawn by its number below 10,000; ``kinds`` are the types of task, all if empty. Under
-    ``law="first"`` names that begin alike keep their objects alike, in every split.
+    ``law="first"`` names that begin alike keep their objects alike, in every split. A household has
+    ``objects`` kinds of objects, and can do a task of ``kinds`` with one of them.
     """
-    rooms = [KITCHEN, BEDROOM]
-    if kinds:
-        rooms = [room for room in rooms if set(Home(room, (), {}).task_types) & set(kinds)]
+    asked = set(kinds or TASK_TYPES)
+    rooms = [room for room in (KITCHEN, BEDROOM) if asked & set(task_types(room))]
 
     def house(index: int, name: str) -> House:
         drawn = f"{split} {generation} {name}"
         if law == "first":
             first = name.split()[0]
             drawn, index = f"law {generation} {first}", FIRST.index(first)
-        home = draw_home(Random(f"home {drawn}"), rooms[index % len(rooms)])
-        types: list[TaskType] = [one for one in home.task_types if not kinds or one in kinds]
+        random, room = Random(f"home {drawn}"), rooms[index % len(rooms)]
+        homes = (draw_home(random, room, objects) for _ in count())
+        home = next(one for one in homes if asked & set(one.task_types))
+        types: list[TaskType] = [one for one in home.task_types if one in asked]
 
         def draw(rng: np.random.Generator) -> Game:
             chosen = int(rng.integers(10_000))
