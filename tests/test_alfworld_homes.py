@@ -126,6 +126,19 @@ def test_under_a_law_names_that_begin_alike_keep_their_objects_alike_in_every_sp
     assert len(set.union(*kept.values())) == 32
 
 
+def test_houses_of_a_street_are_alike_and_share_no_number() -> None:
+    names: set[str] = set()
+    for split in SPLITS:
+        streets = made_houses(split, 100, law="street")  # type: ignore[arg-type]
+        firsts = made_houses(split, 100, law="first")  # type: ignore[arg-type]
+        assert [one.contents for one in streets] == [one.contents for one in firsts]
+        for one, other in zip(streets, firsts, strict=True):
+            number, street = re.fullmatch(r"house (\d{3}) of (\w+) Street", one.name).groups()  # type: ignore[union-attr]
+            assert street == other.name.split()[3] and 100 <= int(number) <= 999
+        names |= {one.name for one in streets}
+    assert len(names) == 300
+
+
 def test_few_kinds_of_objects_still_allow_a_task_of_each_type_asked_for() -> None:
     """Every visit has all three: a wanted object and two others."""
     heat = "pick_heat_then_place_in_recep"

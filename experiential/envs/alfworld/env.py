@@ -19,7 +19,7 @@ from experiential.envs.alfworld.games import (
     houses_of,
     open_games,
 )
-from experiential.envs.alfworld.household import KINDS, made_games, made_houses
+from experiential.envs.alfworld.household import KINDS, Law, made_games, made_houses
 from experiential.envs.alfworld.player import Player
 from experiential.envs.arguments import inside, one_of, positive, with_preset
 from experiential.envs.names import NamedSplit
@@ -76,7 +76,7 @@ class ALFWorldEnv(TextEnv):
         in_process: bool = False,
         cached: bool = True,
         generation: int = 0,
-        law: Literal["first"] | None = None,
+        law: Law | None = None,
         objects: int = KINDS,
         preset: str | None = None,
         render_mode: str | None = None,
@@ -92,7 +92,7 @@ class ALFWorldEnv(TextEnv):
                 "Expected goal_in_task=False with households alone, whose name is then the task,"
                 " got no households"
             )
-        one_of("law", law, (None, "first"))
+        one_of("law", law, (None, "first", "street"))
         folder = data if data is not None else default_folder()
         for name, given in (("law", law), ("objects", objects != KINDS)):
             if given and (households is None or folder not in (None, "made")):

@@ -21,7 +21,7 @@ from experiential.envs.alfworld.games import (
     TaskType,
     with_goal,
 )
-from experiential.envs.names import FIRST, NamedSplit, world_names
+from experiential.envs.names import FIRST, SECOND, NamedSplit, digest_of, world_names
 from experiential.envs.split import Split, split_of
 from experiential.errors import MissingExtraError
 
@@ -41,6 +41,8 @@ _WORDS = {
 }
 KINDS = 10
 """Kinds of objects in a household, so many that some of a kitchen's can be heated."""
+Law = Literal["first", "street"]
+"""By what households are alike: the first word of their names, which may be that of a street."""
 _OPENABLE = frozenset({"Fridge", "Microwave", "Cabinet", "Drawer", "Safe"})
 
 
@@ -324,23 +326,26 @@ def made_houses(
     number: int,
     kinds: Collection[str] = (),
     generation: int = 0,
-    law: Literal["first"] | None = None,
+    law: Law | None = None,
     objects: int = KINDS,
 ) -> tuple[House, ...]:
     """Return households of a split by name, kitchens and bedrooms in turn where both have tasks.
 
     A game is drawn by its number below 10,000; ``kinds`` are the types of task, all if empty. Under
-    ``law="first"`` names that begin alike keep their objects alike, in every split. A household has
-    ``objects`` kinds of objects, and can do a task of ``kinds`` with one of them.
+    a law names that begin alike keep their objects alike, in every split; ``law="street"`` makes
+    that word a street, and the other a number, which says nothing. A household has ``objects``
+    kinds of objects, and can do a task of ``kinds`` with one of them.
     """
     asked = set(kinds or TASK_TYPES)
     rooms = [room for room in (KITCHEN, BEDROOM) if asked & set(task_types(room))]
 
     def house(index: int, name: str) -> House:
-        drawn = f"{split} {generation} {name}"
-        if law == "first":
-            first = name.split()[0]
+        drawn, called = f"{split} {generation} {name}", f"the house of {name}"
+        first, second = name.split()
+        if law:
             drawn, index = f"law {generation} {first}", FIRST.index(first)
+        if law == "street":
+            called = f"house {_number(first, second)} of {first} Street"
         random, room = Random(f"home {drawn}"), rooms[index % len(rooms)]
         homes = (draw_home(random, room, objects) for _ in count())
         home = next(one for one in homes if asked & set(one.task_types))
@@ -352,9 +357,14 @@ def made_houses(
             visit = draw_visit(random, home, random.choice(types))
             return visit.game(f"{visit.task_type}-made-{generation}-{chosen}")
 
-        return House(f"the house of {name}", repr((generation, types, home.kept)), draw)
+        return House(called, repr((generation, types, home.kept)), draw)
 
     return tuple(house(i, name) for i, name in enumerate(world_names(split)[:number]))
+
+
+def _number(first: str, second: str) -> int:
+    """Return a number that no other house of a street has, and hardly one of another street."""
+    return 100 + 28 * SECOND.index(second) + digest_of(first) % 28
 
 
 def made_games(split: Split, number: int, generation: int = 0) -> tuple[Entry, ...]:
