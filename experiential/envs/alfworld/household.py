@@ -345,7 +345,7 @@ def made_houses(
         if law:
             drawn, index = f"law {generation} {first}", FIRST.index(first)
         if law == "street":
-            called = f"house {_number(first, second)} of {first} Street"
+            called = f"the house of {first} {_number(first, second)}"
         random, room = Random(f"home {drawn}"), rooms[index % len(rooms)]
         homes = (draw_home(random, room, objects) for _ in count())
         home = next(one for one in homes if asked & set(one.task_types))
