@@ -3,7 +3,7 @@
     python -m benchmarks.households demonstrations OUT.jsonl [--seed 0]
     python -m benchmarks.households start build/homes [--seed 0]
     python -m benchmarks.households probe build/homes [--episodes 48] [--households 24]
-        [--turns 10] [--data '$ALFWORLD_DATA']
+        [--turns 10] [--objects 10] [--law street] [--data '$ALFWORLD_DATA']
 
 A world is a household, in which each kind of object is always kept in one place; the task is to
 bring an object somewhere. The script goes where a note says that the object is kept, else it
@@ -242,20 +242,14 @@ def _experiment() -> Experiment:
     return load_experiment("complementary+small", [*SETTINGS, "model.name=smollm2"])
 
 
-def probe(
-    model: str, episodes: int, households: int = 24, turns: int = 10, data: str = "made"
-) -> dict[str, Any]:
+def probe(model: str, episodes: int, households: int, settings: Sequence[str]) -> dict[str, Any]:
     """Return what a model does in households of the split dev, and how right its own lists are.
 
-    Each episode is played with a list and without.
+    Each episode is played with a list and without. ``settings`` are those of the households.
     """
     experiment = load_experiment(
-        "complementary+small",
-        [
-            *SETTINGS, f"model.name={model}", f"env.kwargs.data={data}",
-            f"env.kwargs.turns={turns}", f"env.max_turns={turns}",
-        ],
-    )  # fmt: skip
+        "complementary+small", [*SETTINGS, f"model.name={model}", *settings]
+    )
     prompts, rng = prompt_set_name(experiment.model), random.Random(0)
     with (
         closing(open_model(experiment.model)) as llm,
@@ -314,13 +308,22 @@ def main() -> None:
     asked.add_argument("--episodes", type=int, default=48)
     asked.add_argument("--households", type=int, default=24, help="of the split dev")
     asked.add_argument("--turns", type=int, default=10)
+    asked.add_argument("--objects", type=int, default=10, help="kinds in a made household")
+    asked.add_argument("--law", default="null", help="by which made households are alike")
     asked.add_argument("--data", default="made", help="folder of ALFWorld's games")
     begun.add_argument("--stages", type=int, nargs="+", default=[1, 2], help="1, 2 or both")
     begun.add_argument("--from", dest="base", default="smollm2", help="model to begin with")
     options = parser.parse_args()
     if options.command == "probe":
-        asked_for = (options.episodes, options.households, options.turns, options.data)
-        print(json.dumps(probe(options.model, *asked_for), indent=1))
+        settings = [
+            f"env.max_turns={options.turns}",
+            *(
+                f"env.kwargs.{one}={getattr(options, one)}"
+                for one in ("turns", "objects", "law", "data")
+            ),
+        ]
+        found = probe(options.model, options.episodes, options.households, settings)
+        print(json.dumps(found, indent=1))
         return
     if options.command == "demonstrations":
         print(f"{write(options.out, STAGES[0], options.seed)} chats: {options.out}")

@@ -507,6 +507,20 @@ ENVIRONMENTS["alfworld-homes-few"] = replace(
     recipes=_IMITATION,
     by_seed=partial(_own, "households", 2),
 )  # fmt: skip
+# With fewer kinds of objects a list is soon complete, so that guided episodes are far ahead.
+ENVIRONMENTS["alfworld-homes-few-objects"] = replace(
+    ENVIRONMENTS["alfworld-homes-few"],
+    training=(
+        *ENVIRONMENTS["alfworld-homes-few"].training, "env.kwargs.objects=4", "run.steps=72",
+        "actor.mini_batches=4",
+    ),
+    curve=(
+        "eval.every=12", "eval.worlds=4", "eval.visits=8", "eval.arms=[off, frozen]",
+        "eval.temperature=1.0",
+    ),
+    final=("eval.worlds=4", "eval.visits=32"),
+    by_seed=partial(_own, "households", 4),
+)  # fmt: skip
 # As in vault-law, where things are follows from the first word of a household's name. More
 # households are met, with fewer episodes in each.
 ENVIRONMENTS["alfworld-homes-law"] = replace(
