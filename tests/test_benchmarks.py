@@ -332,6 +332,8 @@ def test_the_aims_compare_each_family_with_grpo_and_count_those_above_zero() -> 
         ("lake-words-seen", "grpo-named"): {"off": 0.2},
         ("lake-words-seen", "complementary"): {"off": 0.1, "frozen": 0.6, "on": 0.7},
         ("lake-words-seen", "static-online"): {"off": 0.1, "frozen": 0.2, "on": 0.9},
+        ("alfworld-homes-street", "grpo"): {"off": 0.3},
+        ("alfworld-homes-street", "complementary"): {"off": 0.3, "frozen": 0.3, "on": 0.3},
         ("alfworld-homes-seen", "grpo"): {"off": 0.3},
         ("alfworld-homes-seen", "complementary"): {"off": 0.3, "frozen": 1.0, "on": 0.3},
     }
