@@ -13,10 +13,9 @@ where, or the sentences that said so. ``demonstrations`` writes the chats that a
 had in the episodes that succeeded, and after some episodes, won or lost, the chat in which an
 extractor writes the list or goes on with it. ``start`` trains a LoRA adapter on them, in two
 stages, and saves the model with it merged, which all recipes of the study's environment
-``alfworld-homes`` start from; a third stage is for ``alfworld-homes-street``. ``probe`` says what a
-model can do in households of the split dev: how often it succeeds with a list of what two looks
-around showed, and without, and how right its lists are about plays of the script; with ``--data``,
-in ALFWorld's own scenes.
+``alfworld-homes`` start from; a third stage is for ``alfworld-homes-street``. ``probe`` says what a model can do in households of the split dev:
+how often it succeeds with a list of what two looks around showed, and without, and how right its
+lists are about plays of the script; with ``--data``, in ALFWorld's own scenes.
 """
 
 from __future__ import annotations
@@ -84,8 +83,8 @@ STAGES = (
     Stage(120, 1.0, listed=3),
     Stage(300, 1.0, listed=3, settings=(*STREETS, "env.kwargs.generation=1")),
 )
-"""The first teaches to act and to read, and lists; the second to go on with a list; the third does
-so for streets, in some that no study plays."""
+"""The first teaches to act and to read, and lists; the second to go on with a list; the third, which
+is for streets alone, to do so there, in streets that no study plays."""
 
 _SIGHT = re.compile(r"(?:On the ([a-z]+ \d+)|The ([a-z]+ \d+) is open\. In it), you see ([^.]*)\.")
 _GOAL = re.compile(r"Your task is to: put (?:a|some) (\w+) (?:in|on) (\w+)\.")
