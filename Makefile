@@ -33,7 +33,7 @@ CLUSTER_SMOLLM2 := $(CLUSTER_VENV)/.smollm2
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install alfworld quickstart test test-slow cluster test-cluster chaos test-bare test-examples test-elsewhere crash lint shape docs bench tiny-models earned-model lakes-model habits-model vaults-model dialects-model homes-model streets-model clean
+.PHONY: help install alfworld quickstart test test-slow cluster test-cluster chaos test-bare test-examples test-elsewhere crash lint shape docs bench tiny-models earned-model lakes-model habits-model vaults-model dialects-model homes-model clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -169,9 +169,6 @@ dialects-model: install  ## give SmolLM2 its cold start for dialects of FrozenLa
 
 homes-model: install alfworld  ## give SmolLM2 its cold start for ALFWorld's households, into build/homes (half an hour)
 	@$(BIN)/python -m benchmarks.households start build/homes
-
-streets-model: homes-model  ## and more lists, for houses of a street, into build/streets (half an hour more)
-	@$(BIN)/python -m benchmarks.households start build/streets --stages 3 --from build/homes
 
 clean:  ## remove what make made, the environment excepted
 	rm -rf build dist site .pytest_cache .ruff_cache .hypothesis $(STAMP)

@@ -13,7 +13,7 @@ where, or the sentences that said so. ``demonstrations`` writes the chats that a
 had in the episodes that succeeded, and after some episodes, won or lost, the chat in which an
 extractor writes the list or goes on with it. ``start`` trains a LoRA adapter on them, in two
 stages, and saves the model with it merged, which all recipes of the study's environment
-``alfworld-homes`` start from; a third stage is for ``alfworld-homes-street``. ``probe`` says what a model can do in households of the split dev:
+``alfworld-homes`` start from. ``probe`` says what a model can do in households of the split dev:
 how often it succeeds with a list of what two looks around showed, and without, and how right its
 lists are about plays of the script; with ``--data``, in ALFWorld's own scenes.
 """
@@ -67,24 +67,15 @@ class Stage:
         distilled: share of them that are distilled.
         listed: most kinds of objects in the list that an extractor has to go on from; None has no
             limit. With few, most visits have something to add.
-        settings: of the households that are played.
     """
 
     episodes: int
     distilled: float
     listed: int | None = None
-    settings: tuple[str, ...] = ()
 
 
-STREETS = ("env.kwargs.objects=4", "env.kwargs.law=street")
-"""Settings of households in streets, with few kinds of objects."""
-STAGES = (
-    Stage(700, 0.25),
-    Stage(120, 1.0, listed=3),
-    Stage(300, 1.0, listed=3, settings=(*STREETS, "env.kwargs.generation=1")),
-)
-"""The first teaches to act and to read, and lists; the second to go on with a list; the third, which
-is for streets alone, to do so there, in streets that no study plays."""
+STAGES = (Stage(700, 0.25), Stage(120, 1.0, listed=3))
+"""The first teaches to act and to read, and lists; the second to go on with a list."""
 
 _SIGHT = re.compile(r"(?:On the ([a-z]+ \d+)|The ([a-z]+ \d+) is open\. In it), you see ([^.]*)\.")
 _GOAL = re.compile(r"Your task is to: put (?:a|some) (\w+) (?:in|on) (\w+)\.")
@@ -239,18 +230,16 @@ def house_of(task: str) -> str:
 
 def write(file: Path, stage: Stage, seed: int) -> int:
     """Write the demonstrations of a stage; return how many chats these are."""
-    return cold_start.write(demonstrations(_experiment(stage), stage, seed), file)
+    return cold_start.write(demonstrations(_experiment(), stage, seed), file)
 
 
 def train(model: str, stage: Stage, seed: int, folder: Path) -> None:
     """Train a model on the demonstrations of a stage and save it, adapter merged."""
-    chats = demonstrations(_experiment(stage), stage, seed)
-    cold_start.train(chats, SETTINGS, model, seed, folder)
+    cold_start.train(demonstrations(_experiment(), stage, seed), SETTINGS, model, seed, folder)
 
 
-def _experiment(stage: Stage) -> Experiment:
-    settings = [*SETTINGS, *stage.settings, "model.name=smollm2"]
-    return load_experiment("complementary+small", settings)
+def _experiment() -> Experiment:
+    return load_experiment("complementary+small", [*SETTINGS, "model.name=smollm2"])
 
 
 def probe(model: str, episodes: int, households: int, settings: Sequence[str]) -> dict[str, Any]:
@@ -310,7 +299,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     commands = parser.add_subparsers(dest="command", required=True)
     told = commands.add_parser("demonstrations", help="write the chats of the first stage")
-    begun = commands.add_parser("start", help="train SmolLM2 on some stages")
+    begun = commands.add_parser("start", help="train SmolLM2 on both stages")
     for one in (told, begun):
         one.add_argument("out", type=Path)
         one.add_argument("--seed", type=int, default=0)
@@ -322,7 +311,7 @@ def main() -> None:
     asked.add_argument("--objects", type=int, default=10, help="kinds in a made household")
     asked.add_argument("--law", default="null", help="by which made households are alike")
     asked.add_argument("--data", default="made", help="folder of ALFWorld's games")
-    begun.add_argument("--stages", type=int, nargs="+", default=[1, 2], help="of 1, 2 and 3")
+    begun.add_argument("--stages", type=int, nargs="+", default=[1, 2], help="1, 2 or both")
     begun.add_argument("--from", dest="base", default="smollm2", help="model to begin with")
     options = parser.parse_args()
     if options.command == "probe":
