@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import gymnasium as gym
 
@@ -92,7 +92,7 @@ class ALFWorldEnv(TextEnv):
                 "Expected goal_in_task=False with households alone, whose name is then the task,"
                 " got no households"
             )
-        one_of("law", law, (None, "first", "street"))
+        one_of("law", law, (None, *get_args(Law)))
         folder = data if data is not None else default_folder()
         for name, given in (("law", law), ("objects", objects != KINDS)):
             if given and (households is None or folder not in (None, "made")):
