@@ -4,6 +4,7 @@
     python -m benchmarks.households start build/homes [--seed 0]
     python -m benchmarks.households probe build/homes [--episodes 48] [--households 24]
         [--turns 10] [--objects 10] [--law street] [--data '$ALFWORLD_DATA']
+    python -m benchmarks.households lists RUN [--episodes 96] [--households 24]
 
 A world is a household, in which each kind of object is always kept in one place; the task is to
 bring an object somewhere. The script goes where a note says that the object is kept, else it
@@ -15,12 +16,14 @@ extractor writes the list or goes on with it. ``start`` trains a LoRA adapter on
 stages, and saves the model with it merged, which all recipes of the study's environment
 ``alfworld-homes`` start from. ``probe`` says what a model can do in households of the split dev:
 how often it succeeds with a list of what two looks around showed, and without, and how right its
-lists are about plays of the script; with ``--data``, in ALFWorld's own scenes.
+lists are about plays of the script; with ``--data``, in ALFWorld's own scenes. ``lists`` says how
+right those of a run's extractor are before and after its training, about equal plays.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
 import re
@@ -36,6 +39,7 @@ import numpy as np
 
 from benchmarks import cold_start
 from benchmarks.cold_start import Chat
+from benchmarks.finished_run import finished
 from experiential.agents.actor import ActorAgent
 from experiential.agents.extractor import ExtractorAgent
 from experiential.config import Experiment
@@ -43,7 +47,7 @@ from experiential.llm.models import open_model
 from experiential.recipe import load_experiment
 from experiential.rollout import make_env
 from experiential.training.roles import prompt_set_name
-from experiential.types import Experience, Trajectory
+from experiential.types import Distillation, Experience, Trajectory
 
 SETTINGS = (
     "env.id=experiential/ALFWorld-v0", "env.max_turns=10",
@@ -250,7 +254,7 @@ def probe(model: str, episodes: int, households: int, settings: Sequence[str]) -
     experiment = load_experiment(
         "complementary+small", [*SETTINGS, f"model.name={model}", *settings]
     )
-    prompts, rng = prompt_set_name(experiment.model), random.Random(0)
+    prompts = prompt_set_name(experiment.model)
     with (
         closing(open_model(experiment.model)) as llm,
         closing(make_env(experiment.env, {"split": "dev", "households": households})) as env,
@@ -261,29 +265,66 @@ def probe(model: str, episodes: int, households: int, settings: Sequence[str]) -
         )
         won: dict[str, list[bool]] = {"with": [], "without": []}
         told = Counter[str]()
-        for number in range(episodes):
-            world = number % households
-            known, _ = explored(env, world, rng, 5)
-            known |= explored(env, world, rng, 5)[0]
-            listed_all = listing(house_of(env.unwrapped.task), known)  # type: ignore[attr-defined]
-            for arm, note in (("with", listed_all if known else ""), ("without", "")):
-                won[arm].append(cold_start.wins(actor, env, world, note, number))
-            _, trajectory = walked(env, world, {}, "", experiment, rng)
-            kinds = rng.sample(sorted(known), min(len(known), number % 4))
-            entry = {kind: known[kind] for kind in kinds}
-            told.update(_graded(extractor, trajectory, entry))
+        plays = scripted(env, experiment, episodes, households)
+        for number, (known, entry, trajectory) in enumerate(plays):
+            note = listing(house_of(trajectory.task), known) if known else ""
+            for arm, shown in (("with", note), ("without", "")):
+                won[arm].append(cold_start.wins(actor, env, number % households, shown, number))
+            answer = extractor.distill(trajectory, _entries(trajectory, entry))
+            told.update(_graded(answer, trajectory, entry))
         return {
             **{f"success {arm} a list": float(np.mean(each)) for arm, each in won.items()},
             **told,
         }
 
 
-def _graded(
-    extractor: ExtractorAgent, trajectory: Trajectory, entry: Mapping[str, str]
-) -> Counter[str]:
-    """Return the operation of a lesson, and how many of its pairs are right, wrong, left out."""
-    shown = [Experience(text=listing(house_of(trajectory.task), entry))] if entry else []
-    operations = extractor.distill(trajectory, shown).parsed.operations
+async def lists(run: Path, episodes: int, households: int) -> dict[str, Counter[str]]:
+    """Return how right the lists of a run's extractor are before and after its training.
+
+    Both are drawn at the run's temperature, about the same plays in households of the split dev.
+    """
+    told = {"untrained": Counter[str](), "trained": Counter[str]()}
+    async with finished(run) as final:
+        settings = final.experiment.env
+        extractor = final.distiller(final.experiment.extractor.temperature)
+        split = {"split": "dev", "households": households}
+        with closing(make_env(settings, split)) as env:
+            plays = list(scripted(env, final.experiment, episodes, households))
+        for writer, counted in told.items():
+            if writer == "trained":
+                await final.extractor.load(final.folder / "extractor")
+            for _, entry, trajectory in plays:
+                answer = await extractor.adistill(trajectory, _entries(trajectory, entry))
+                counted.update(_graded(answer, trajectory, entry))
+    return told
+
+
+def scripted(
+    env: Any, experiment: Experiment, episodes: int, households: int
+) -> Iterator[tuple[dict[str, str], dict[str, str], Trajectory]]:
+    """Yield what two looks around a household show, a part of that as a list, and a visit after."""
+    rng = random.Random(0)
+    for number in range(episodes):
+        world = number % households
+        known, _ = explored(env, world, rng, 5)
+        known |= explored(env, world, rng, 5)[0]
+        _, trajectory = walked(env, world, {}, "", experiment, rng)
+        kinds = rng.sample(sorted(known), min(len(known), number % 4))
+        yield known, {kind: known[kind] for kind in kinds}, trajectory
+
+
+def _entries(trajectory: Trajectory, known: Mapping[str, str]) -> list[Experience]:
+    """Return the list that an extractor is shown; none of an empty one."""
+    return [Experience(text=listing(house_of(trajectory.task), known))] if known else []
+
+
+def _graded(answer: Distillation, trajectory: Trajectory, entry: Mapping[str, str]) -> Counter[str]:
+    """Return the operation of a lesson, and how many of its pairs are right, wrong, left out.
+
+    Of a kind that is named again the last place counts; ``kind_again`` counts the others. A lesson
+    that cannot be read, as one that is cut is, has no operation: ``op none``.
+    """
+    operations = answer.parsed.operations
     text = getattr(operations[0], "text", "") if operations else ""
     wanted = {**sights("\n".join(turn.feedback for turn in trajectory.turns)), **entry}
     found = listed(text)
@@ -291,6 +332,7 @@ def _graded(
     graded = Counter({f"op {operations[0].op}" if operations else "op none": 1})
     if text:
         graded += Counter(right=right, wrong=len(found) - right, left_out=len(wanted) - right)
+        graded += Counter(kind_again=text.count(" at ") - len(found))
     return graded
 
 
@@ -311,6 +353,10 @@ def main() -> None:
     asked.add_argument("--objects", type=int, default=10, help="kinds in a made household")
     asked.add_argument("--law", default="null", help="by which made households are alike")
     asked.add_argument("--data", default="made", help="folder of ALFWorld's games")
+    graded = commands.add_parser("lists", help="compare a run's extractor with its first weights")
+    graded.add_argument("run", type=Path)
+    graded.add_argument("--episodes", type=int, default=96)
+    graded.add_argument("--households", type=int, default=24, help="of the split dev")
     begun.add_argument("--stages", type=int, nargs="+", default=[1, 2], help="1, 2 or both")
     begun.add_argument("--from", dest="base", default="smollm2", help="model to begin with")
     options = parser.parse_args()
@@ -324,6 +370,10 @@ def main() -> None:
         ]
         found = probe(options.model, options.episodes, options.households, settings)
         print(json.dumps(found, indent=1))
+        return
+    if options.command == "lists":
+        told = asyncio.run(lists(options.run, options.episodes, options.households))
+        print(json.dumps(told, indent=1))
         return
     if options.command == "demonstrations":
         print(f"{write(options.out, STAGES[0], options.seed)} chats: {options.out}")
