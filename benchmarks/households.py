@@ -271,7 +271,7 @@ def probe(model: str, episodes: int, households: int, settings: Sequence[str]) -
             for arm, shown in (("with", note), ("without", "")):
                 won[arm].append(cold_start.wins(actor, env, number % households, shown, number))
             answer = extractor.distill(trajectory, _entries(trajectory, entry))
-            told.update(_graded(answer, trajectory, entry))
+            told.update(graded(answer, _wanted(trajectory, entry)))
         return {
             **{f"success {arm} a list": float(np.mean(each)) for arm, each in won.items()},
             **told,
@@ -295,7 +295,7 @@ async def lists(run: Path, episodes: int, households: int) -> dict[str, Counter[
                 await final.extractor.load(final.folder / "extractor")
             for _, entry, trajectory in plays:
                 answer = await extractor.adistill(trajectory, _entries(trajectory, entry))
-                counted.update(_graded(answer, trajectory, entry))
+                counted.update(graded(answer, _wanted(trajectory, entry)))
     return told
 
 
@@ -313,27 +313,38 @@ def scripted(
         yield known, {kind: known[kind] for kind in kinds}, trajectory
 
 
+def graded(answer: Distillation, wanted: Mapping[str, str]) -> Counter[str]:
+    """Return the operation of a lesson, and how many of its pairs are right, wrong, left out.
+
+    Of a kind that is named again the last place counts; ``kind_again`` counts the others. A lesson
+    that cannot be read, as one that is cut is, has no operation: ``op none``.
+
+    >>> from experiential.types import Add, ParsedOperations
+    >>> lesson = Add(text="In the house of Iron Mill: cup at bed 1, cup at desk 1, pen at bed 1.")
+    >>> answer = Distillation(parsed=ParsedOperations(operations=(lesson,)))
+    >>> dict(graded(answer, {"cup": "desk 1", "pen": "desk 1", "vase": "bed 1"}))
+    {'op add': 1, 'right': 1, 'wrong': 1, 'left_out': 2, 'kind_again': 1}
+    >>> dict(graded(Distillation(), {"cup": "desk 1"}))
+    {'op none': 1}
+    """
+    operations = answer.parsed.operations
+    counted = Counter({f"op {operations[0].op}" if operations else "op none": 1})
+    if text := getattr(operations[0], "text", "") if operations else "":
+        found = listed(text)
+        right = sum(wanted.get(kind) == place for kind, place in found.items())
+        counted += Counter(right=right, wrong=len(found) - right, left_out=len(wanted) - right)
+        counted += Counter(kind_again=text.count(" at ") - len(found))
+    return counted
+
+
 def _entries(trajectory: Trajectory, known: Mapping[str, str]) -> list[Experience]:
     """Return the list that an extractor is shown; none of an empty one."""
     return [Experience(text=listing(house_of(trajectory.task), known))] if known else []
 
 
-def _graded(answer: Distillation, trajectory: Trajectory, entry: Mapping[str, str]) -> Counter[str]:
-    """Return the operation of a lesson, and how many of its pairs are right, wrong, left out.
-
-    Of a kind that is named again the last place counts; ``kind_again`` counts the others. A lesson
-    that cannot be read, as one that is cut is, has no operation: ``op none``.
-    """
-    operations = answer.parsed.operations
-    text = getattr(operations[0], "text", "") if operations else ""
-    wanted = {**sights("\n".join(turn.feedback for turn in trajectory.turns)), **entry}
-    found = listed(text)
-    right = sum(wanted.get(kind) == place for kind, place in found.items())
-    graded = Counter({f"op {operations[0].op}" if operations else "op none": 1})
-    if text:
-        graded += Counter(right=right, wrong=len(found) - right, left_out=len(wanted) - right)
-        graded += Counter(kind_again=text.count(" at ") - len(found))
-    return graded
+def _wanted(trajectory: Trajectory, entry: Mapping[str, str]) -> dict[str, str]:
+    """Return what a list should say after a play: what was seen, and what the entry said."""
+    return {**sights("\n".join(turn.feedback for turn in trajectory.turns)), **entry}
 
 
 def main() -> None:
