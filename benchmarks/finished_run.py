@@ -31,8 +31,7 @@ class FinishedRun:
     Attributes:
         experiment: the run's.
         policy: the final actor.
-        extractor: as the run began with it; ``extractor.load(folder / "extractor")`` makes it the
-            final one.
+        extractor: as the run began with it; `writers` makes it the final one.
         bank: the final one, to be read.
         folder: the checkpoint.
     """
@@ -53,6 +52,15 @@ class FinishedRun:
             max_tokens=settings.max_tokens,
             **settings.options.model_dump(include={"history", "keep_first", "advice", "system"}),
         )
+
+    async def writers(self) -> AsyncGenerator[str]:
+        """Yield "untrained" with the extractor as the run began, then "trained" with the final one.
+
+        A second call begins with the final one, and calls it untrained: call it once.
+        """
+        yield "untrained"
+        await self.extractor.load(self.folder / "extractor")
+        yield "trained"
 
     def distiller(self, temperature: float) -> ExtractorAgent:
         """Return an agent that distils with the run's own settings but for the temperature."""

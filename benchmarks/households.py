@@ -283,16 +283,15 @@ async def lists(run: Path, episodes: int, households: int) -> dict[str, Counter[
 
     Both are drawn at the run's temperature, about the same plays in households of the split dev.
     """
-    told = {"untrained": Counter[str](), "trained": Counter[str]()}
+    told: dict[str, Counter[str]] = {}
     async with finished(run) as final:
         settings = final.experiment.env
         extractor = final.distiller(final.experiment.extractor.temperature)
         split = {"split": "dev", "households": households}
         with closing(make_env(settings, split)) as env:
             plays = list(scripted(env, final.experiment, episodes, households))
-        for writer, counted in told.items():
-            if writer == "trained":
-                await final.extractor.load(final.folder / "extractor")
+        async for writer in final.writers():
+            counted = told[writer] = Counter[str]()
             for _, entry, trajectory in plays:
                 answer = await extractor.adistill(trajectory, _entries(trajectory, entry))
                 counted.update(graded(answer, _wanted(trajectory, entry)))

@@ -41,7 +41,6 @@ from experiential.evaluation.results import ResultStore
 from experiential.rollout import Job, Rollout, Task, episode_seed
 from experiential.types import Add, Condition, Record, Trajectory
 
-WRITERS = ("untrained", "trained")
 BASELINES = ("template", "transcript")
 _PLAYS, _TESTS, _SAMPLING = 91, 92, 93  # streams of seeds
 
@@ -131,9 +130,7 @@ async def measure(
         for name, kind in others.items():
             told = await lessons(open_extractor(kind, final.extractor), played)
             found[name] = await success(rollout, worlds, told, layouts)
-        for writer in WRITERS:
-            if writer == "trained":
-                await final.extractor.load(final.folder / "extractor")
+        async for writer in final.writers():
             for temperature in temperatures:
                 told = await lessons(final.distiller(temperature), played)
                 found[f"{writer} {temperature:g}"] = await success(rollout, worlds, told, layouts)
