@@ -34,6 +34,7 @@ _ALL_GUIDED = ("actor.guided=all", "actor.advantage=pooled")
 VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "complementary-cool": ("complementary", ("extractor.temperature=0.3",)),
     "complementary-diverse": ("complementary", ("bank.retrieval.strategy=diverse",)),
+    "complementary-kl": ("complementary", ("extractor.kl=0.3",)),
     "complementary-merge": ("complementary", ("bank.merge_every=5",)),
     "complementary-no-kl": ("complementary", ("extractor.kl=0.0",)),
     "complementary-no-kl-cool": (
@@ -100,6 +101,7 @@ COMPLEMENTARY = ("complementary", "complementary-all-guided")
 TRAINED = (
     COMPLEMENTARY,
     ("complementary-cool",),
+    ("complementary-kl",),
     ("complementary-no-kl",),
     ("complementary-no-kl-cool",),
     ("complementary-self-distill-full",),
@@ -194,7 +196,8 @@ ENVIRONMENTS["vault-law-note"] = replace(
     ),
     recipes=(
         "static-online", "static-online-cool", "static-online-cold",
-        "complementary", "template", "history", *ABLATIONS,
+        "complementary", "template", "history",
+        *(one for one in ABLATIONS if one != "complementary-kl"),  # this model has a penalty of 0.1
     ),
     beside=("vault-law",),
 )  # fmt: skip
@@ -546,6 +549,7 @@ ENVIRONMENTS["alfworld-homes-street"] = replace(
         "env.kwargs.objects=4", "env.visits=4",
         "bank.retrieval.floor=0.79",  # entries about the street have .79 to .88, others .68 to .82
     ),
+    recipes=(*ENVIRONMENTS["alfworld-homes-law"].recipes, "complementary-kl"),
 )  # fmt: skip
 # ALFWorld's own scenes, of which each game places most objects anew, after the same cold start.
 # Rooms have more places, so there are more turns.
