@@ -619,7 +619,10 @@ def test_a_cell_of_the_study_trains_and_plays_every_arm(
     ]
     kept = tmp_path / "kept"
     study_runs.finish_cell(tmp_path, "vault", "complementary", 3, small, kept)
-    assert (kept / "vault" / "complementary-3" / "run" / "bank").is_dir()
+    run = kept / "vault" / "complementary-3" / "run"
+    assert (run / "bank").is_dir()
+    again = load_experiment(run / "config.yaml")
+    assert (again.seed, again.run.steps) == (3, 1), "`experiential eval` can open what was kept"
     assert [path.name for path in (tmp_path / "cells" / "vault").iterdir()] == [
         "complementary-3.json"
     ]

@@ -19,10 +19,11 @@ from experiential.errors import ConfigError
 from experiential.evaluation.card import ARMS
 from experiential.evaluation.cell import Cell, cell_of, settings_digest
 from experiential.evaluation.picture import Point, evaluation_curve
-from experiential.evaluation.results import ResultStore
+from experiential.evaluation.results import ResultStore, write_whole
 from experiential.llm.models import resolve_model
-from experiential.recipe import load_experiment
+from experiential.recipe import dump_experiment, load_experiment
 from experiential.training.checkpoint import CheckpointStore
+from experiential.training.roles import CONFIG
 from experiential.training.run_evaluation import only_evaluation
 from experiential.training.runtime import build_runtime
 from experiential.training.trainer import Trainer
@@ -87,6 +88,7 @@ def play_cell(
     of_all_seeds = load_experiment(base, [*overrides_of(environment, recipe, 0), *more])
     begun = cold_start(environment, recipe, overrides, seed, scratch, more)
     experiment = load_experiment(base, [*overrides, *begun])
+    write_whole(scratch / "run" / CONFIG, dump_experiment(experiment))  # for `experiential eval`
     begin = time.perf_counter()
     # The final arms play with the policies as trained, so these outlive the run.
     with closing(build_runtime(experiment)) as runtime:
