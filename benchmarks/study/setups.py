@@ -252,15 +252,6 @@ ENVIRONMENTS["vault-blind-lists"] = replace(
         "history-5", "template-5",  # all visits before, so that nothing need be accumulated
     ),
 )  # fmt: skip
-# The same trainings, evaluated with an actor that is sampled less at random: at 1 it now and then
-# pulls a lever that its list rules out, whoever wrote the list.
-ENVIRONMENTS["vault-blind-lists-steady"] = replace(
-    ENVIRONMENTS["vault-blind-lists"],
-    final=(
-        *ENVIRONMENTS["vault-blind-lists"].final,
-        "eval.temperature=0.6",  # of 1, 0.6, 0.3, 0.1 and 0 (on dev)
-    ),
-)
 ENVIRONMENTS["lake-words"] = Setup(
     training=(
         *_EARNED, "model.name=benchmarks/models/lakes", "model.prompts=opened",
