@@ -334,6 +334,7 @@ def test_the_aims_compare_each_family_with_grpo_and_count_those_above_zero() -> 
         ("lake-words-seen", "static-online"): {"off": 0.1, "frozen": 0.2, "on": 0.9},
         ("alfworld-homes-street", "grpo"): {"off": 0.3},
         ("alfworld-homes-street", "complementary"): {"off": 0.3, "frozen": 0.3, "on": 0.3},
+        ("alfworld-homes-street", "complementary-kl"): {"off": 0.3, "frozen": 0.9},
         ("alfworld-homes-seen", "grpo"): {"off": 0.3},
         ("alfworld-homes-seen", "complementary"): {"off": 0.3, "frozen": 1.0, "on": 0.3},
     }
@@ -345,18 +346,22 @@ def test_the_aims_compare_each_family_with_grpo_and_count_those_above_zero() -> 
         ]
     )
     gains = aims.papers_gains(found)
-    assert gains[0].case == "vault-law-note: minus `grpo`" and gains[0].found.startswith("+80 [")
+    assert gains[0].case == "vault-law-note: `complementary` minus `grpo`"
+    assert gains[0].found.startswith("+80 [")
     means = [row for row in gains if row.case.startswith("mean; aim")]
     assert [row.found.partition(" ")[0] for row in means] == [
-        "+50", "+40", "+63", "+0", "+0", "-3",
+        "+50", "+40", "+60", "+63", "+0", "+0", "+0", "-3",
     ]  # fmt: skip
-    assert [row.found.partition("; ")[2] for row in means[:3]] == [
+    assert [row.found.partition("; ")[2] for row in means[:4]] == [
         "2 of 3 above zero with 3 seeds or more",
         "2 of 3 above zero with 3 seeds or more",
         "3 of 3 above zero with 3 seeds or more",
+        "3 of 3 above zero with 3 seeds or more",
     ]
-    assert [row.met for row in means] == [False, False, True, False, False, False]
-    named = [row for row in gains if row.case == "lake-words-seen: minus `grpo-named`"]
+    assert [row.met for row in means[:4]] == [False, False, True, True]
+    assert not any(row.met for row in means[4:])
+    case = "lake-words-seen: `complementary` minus `grpo-named`"
+    named = [row for row in gains if row.case == case]
     assert [(row.aim, row.found.partition(" ")[0]) for row in named] == [
         ("bank of the training, minus GRPO, worlds that training met", "+40"),
         ("without the bank, minus GRPO, worlds that training met", "-10"),
@@ -383,8 +388,10 @@ def test_a_gain_counts_with_three_seeds() -> None:
         for recipe, arm, share in (("grpo", "off", 0.1), ("complementary", "frozen", 0.9))
         for seed in range(2 if place == "alfworld-homes-street" else 3)
     ]
-    rows = {row.case: row for row in aims.papers_gains(aims.Study(cells)) if "law" in row.aim}
-    street = rows["alfworld-homes-street: minus `grpo`"]
+    rows = {
+        row.case: row for row in aims.papers_gains(aims.Study(cells)) if row.aim.endswith("law")
+    }
+    street = rows["alfworld-homes-street: `complementary` minus `grpo`"]
     assert street.found.startswith("+80 [") and street.found.endswith("; seeds: 2")
     mean = rows["mean; aim +8.7, each above zero"]
     assert mean.found.endswith("2 of 3 above zero with 3 seeds or more") and mean.met is False
