@@ -18,7 +18,14 @@ from experiential.config import ExtractorOptions, ExtractorSettings, OptimSettin
 from experiential.llm.transformers import TransformersLLM
 from experiential.training.extractor_track import ExtractorTrack
 from experiential.training.local import LocalRuntime
-from experiential.types import Condition, Generation, ParsedOperations, Provenance, Use
+from experiential.types import (
+    Condition,
+    FinishReason,
+    Generation,
+    ParsedOperations,
+    Provenance,
+    Use,
+)
 from tests.llm_tiny import tiny_random_model
 from tests.test_serve import serving
 
@@ -188,6 +195,26 @@ async def test_a_draft_that_adds_nothing_gains_what_play_without_advice_does(tol
     track.on_distillation(about, distillation("nothing", xp.Return()), ())
     await track.credit(group)
     assert "nothing" not in rewards(track) and track.silent == 0
+
+
+async def test_answers_that_their_limit_cuts_are_counted_and_told_of_once(told: Story) -> None:
+    about, track = xp.Trajectory(task="leave"), track_of(told.bank, max_tokens=48)
+    whole = distillation("whole", xp.Return())
+    made = cast("Generation", whole.generation).model_copy(
+        update={"finish_reason": FinishReason.LENGTH}
+    )
+    cut = whole.model_copy(update={"generation": made})
+    for one in [cut] * 8 + [whole] * 24:
+        track.on_distillation(about, one, ())
+        assert track.warning() is None, "fewer than 32 answers, or a quarter of them"
+    for one in [cut] * 9:  # which push the first eight out
+        track.on_distillation(about, one, ())
+    assert (text := track.warning()) is not None
+    assert text.startswith("9 of the extractor's last 32 answers were cut") and "(48)" in text
+    assert track.warning() is None
+    resumed = track_of(told.bank)
+    resumed.load_state_dict(json.loads(json.dumps(track.state_dict())))
+    assert track.event()["cut"] == resumed.event()["cut"] == 17
 
 
 async def test_a_checkpoint_holds_the_answers_that_wrote_nothing_so_far(told: Story) -> None:

@@ -38,11 +38,15 @@ from experiential.types import (
     Condition,
     Distillation,
     Experience,
+    FinishReason,
     Generation,
     Record,
     Trajectory,
     Use,
 )
+
+CUT_AMONG, CUT_SHARE = 32, 0.25
+"""A run warns once more than this share of so many answers in a row were cut at their limit."""
 
 
 def telling(trajectories: Sequence[Trajectory], most: int) -> list[Trajectory]:
@@ -76,7 +80,9 @@ class ExtractorTrack:
     without advice.
 
     Attributes:
+        malformed: answers that could not be read.
         silent: drafts that could be read and added nothing.
+        cut: answers that ended at ``extractor.max_tokens``.
         uncredited: uses without a reward, for want of a free member to compare with.
         weight: mean weight of eq. 7 over the last batch.
     """
@@ -93,18 +99,23 @@ class ExtractorTrack:
             malformed_share=options.malformed_share,
             by_episode=settings.drafts > 1,
         )
-        self.updates = self.malformed = self.silent = self.uncredited = 0
+        self.updates = self.malformed = self.silent = self.cut = self.uncredited = 0
         self.last = TrainStats()
         self.mean_reward, self.staleness, self.weight = 0.0, 0.0, 1.0
         self._running: asyncio.Task[None] | None = None
         # Filled by the manager's thread, emptied on the event loop.
         self._unwritten: deque[_Unwritten] = deque()
+        self._lately: deque[bool] = deque(maxlen=CUT_AMONG)  # whether each answer was cut
+        self._warned = False
 
     def on_distillation(
         self, trajectory: Trajectory, distillation: Distillation, written: Sequence[Experience]
     ) -> None:
         """Keep an answer that wrote nothing, as a sample of its own; the manager calls this."""
         made, is_malformed = distillation.generation, not distillation.parsed.operations
+        if made is not None:
+            self._lately.append(made.finish_reason is FinishReason.LENGTH)
+            self.cut += self._lately[-1]
         if made is not None and not written and (is_malformed or self._settings.drafts > 1):
             self._unwritten.append(_Unwritten(made, trajectory.id, is_malformed))
 
@@ -163,6 +174,22 @@ class ExtractorTrack:
         if self._running is not None:
             await cancel_tasks([self._running])
 
+    def warning(self) -> str | None:
+        """Return, once, that many of the last answers were cut; None while few are.
+
+        An extractor that repeats itself in training writes longer and longer answers, which earn as
+        much as short ones until their limit cuts them.
+        """
+        cut = sum(self._lately)
+        if self._warned or len(self._lately) < CUT_AMONG or cut <= CUT_SHARE * CUT_AMONG:
+            return None
+        self._warned = True
+        return (
+            f"{cut} of the extractor's last {CUT_AMONG} answers were cut at extractor.max_tokens"
+            f" ({self._settings.max_tokens}); if they repeat themselves, set extractor.kl, such as"
+            " 0.3, to keep it near its first weights, else raise the limit"
+        )
+
     def event(self) -> dict[str, Any]:
         """Return this track's part of a step's metrics."""
         return {
@@ -173,6 +200,7 @@ class ExtractorTrack:
             "staleness": self.staleness,
             "malformed": self.malformed,
             "silent": self.silent,
+            "cut": self.cut,
             "uncredited": self.uncredited,
             "buffer": len(self.buffer),
         } | {f"extractor_{name}": value for name, value in self.last.metrics.items()}
@@ -181,14 +209,14 @@ class ExtractorTrack:
         """Return the state for a checkpoint, as JSON."""
         self._take_unwritten()
         buffer = self.buffer.state_dict()
-        counts = {"updates": self.updates, "malformed": self.malformed, "silent": self.silent}
-        return {"buffer": buffer, **counts}
+        kept = ("updates", "malformed", "silent", "cut")
+        return {"buffer": buffer, **{name: getattr(self, name) for name in kept}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a ``state_dict``."""
         self.buffer.load_state_dict(state["buffer"])
         self.updates, self.malformed = state["updates"], state["malformed"]
-        self.silent = state.get("silent", 0)
+        self.silent, self.cut = state.get("silent", 0), state.get("cut", 0)
 
     def _take_unwritten(self) -> None:
         """Move the answers that wrote nothing into the buffer."""

@@ -425,6 +425,8 @@ class Trainer:
         if self._manager is not None and self._track is not None and self._bank is not None:
             event |= {"entries": len(self._bank), "manager": self._manager.stats()}
             event |= self._track.event()
+            if text := self._track.warning():
+                self._metrics.emit({"event": "warning", "step": step + 1, "text": text})
         self._metrics.emit(event)
         refuse_broken(episodes)
 
