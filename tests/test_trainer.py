@@ -489,6 +489,22 @@ def test_as_many_members_of_a_group_are_distilled_as_per_group_says(tmp_path: Pa
     assert entries == 2
 
 
+def test_a_run_warns_of_answers_that_their_limit_cuts(tmp_path: Path) -> None:
+    runtimes = policies(LocalRuntime)  # with random weights, which seldom end an answer
+    small = (
+        "run.steps=1", "run.drain=true", "eval.before=false", "eval.after=false",
+        "actor.groups=4", "actor.group_size=8", "extractor.per_group=0", "extractor.max_tokens=4",
+    )  # fmt: skip
+    Trainer(experiment("complementary", *small), tmp_path, runtimes=runtimes).run()
+    for policy in runtimes:
+        policy.close()
+    events = read_events(tmp_path / "metrics.jsonl")
+    [step] = [event for event in events if event["event"] == "step"]
+    assert step["cut"] > 8
+    told = [event["text"] for event in events if event["event"] == "warning"]
+    assert any("answers were cut at extractor.max_tokens (4)" in text for text in told)
+
+
 def test_as_many_entries_of_a_task_stay_as_bank_keep_says(tmp_path: Path) -> None:
     left: dict[int, Counter[str | None]] = {}
     for keep in (0, 1):
