@@ -105,6 +105,8 @@ class ExtractorTrack:
         self._running: asyncio.Task[None] | None = None
         # Filled by the manager's thread, emptied on the event loop.
         self._unwritten: deque[_Unwritten] = deque()
+        self._warnings: deque[str] = deque()
+        # Of the manager's thread alone.
         self._lately: deque[bool] = deque(maxlen=CUT_AMONG)  # whether each answer was cut
         self._warned = False
 
@@ -114,8 +116,7 @@ class ExtractorTrack:
         """Keep an answer that wrote nothing, as a sample of its own; the manager calls this."""
         made, is_malformed = distillation.generation, not distillation.parsed.operations
         if made is not None:
-            self._lately.append(made.finish_reason is FinishReason.LENGTH)
-            self.cut += self._lately[-1]
+            self._note_length(is_cut=made.finish_reason is FinishReason.LENGTH)
         if made is not None and not written and (is_malformed or self._settings.drafts > 1):
             self._unwritten.append(_Unwritten(made, trajectory.id, is_malformed))
 
@@ -175,20 +176,8 @@ class ExtractorTrack:
             await cancel_tasks([self._running])
 
     def warning(self) -> str | None:
-        """Return, once, that many of the last answers were cut; None while few are.
-
-        An extractor that repeats itself in training writes longer and longer answers, which earn as
-        much as short ones until their limit cuts them.
-        """
-        cut = sum(self._lately)
-        if self._warned or len(self._lately) < CUT_AMONG or cut <= CUT_SHARE * CUT_AMONG:
-            return None
-        self._warned = True
-        return (
-            f"{cut} of the extractor's last {CUT_AMONG} answers were cut at extractor.max_tokens"
-            f" ({self._settings.max_tokens}); if they repeat themselves, set extractor.kl, such as"
-            " 0.3, to keep it near its first weights, else raise the limit"
-        )
+        """Return, once, that many of the last answers were cut; None while few were."""
+        return self._warnings.popleft() if self._warnings else None
 
     def event(self) -> dict[str, Any]:
         """Return this track's part of a step's metrics."""
@@ -217,6 +206,24 @@ class ExtractorTrack:
         self.buffer.load_state_dict(state["buffer"])
         self.updates, self.malformed = state["updates"], state["malformed"]
         self.silent, self.cut = state.get("silent", 0), state.get("cut", 0)
+
+    def _note_length(self, *, is_cut: bool) -> None:
+        """Count an answer that was cut, and warn of many.
+
+        An extractor that repeats itself in training writes longer and longer answers, which earn as
+        much as short ones until their limit cuts them.
+        """
+        self.cut += is_cut
+        self._lately.append(is_cut)
+        lately = sum(self._lately)
+        if self._warned or len(self._lately) < CUT_AMONG or lately <= CUT_SHARE * CUT_AMONG:
+            return
+        self._warned = True
+        self._warnings.append(
+            f"{lately} of the extractor's last {CUT_AMONG} answers were cut at extractor.max_tokens"
+            f" ({self._settings.max_tokens}); if they repeat themselves, set extractor.kl, such as"
+            " 0.3, to keep it near its first weights, else raise the limit"
+        )
 
     def _take_unwritten(self) -> None:
         """Move the answers that wrote nothing into the buffer."""
