@@ -176,7 +176,7 @@ class ExtractorTrack:
             await cancel_tasks([self._running])
 
     def warning(self) -> str | None:
-        """Return, once, that many of the last answers were cut; None while few were."""
+        """Return the warning of cut answers once it is due; None before and after."""
         return self._warnings.popleft() if self._warnings else None
 
     def event(self) -> dict[str, Any]:
