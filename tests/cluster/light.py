@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing.connection import Client, Listener
@@ -37,8 +38,8 @@ from tests.cluster.stub_engine import EngineDeadError
 TOKENS = 65536
 """More than the tokenizer has."""
 LR = 0.3
-UPDATE_S = float(os.environ.get("LIGHT_UPDATE_S", "0"))
-"""Time that an engine takes for weights."""
+HOLD = os.environ.get("LIGHT_HOLD", "")
+"""A folder; while it is there, a process that is sent weights notes its id there and waits."""
 KEYS = ("weight", "exp_avg", "exp_avg_sq")
 LESSON = '<answer>[{"op":"add","text":"Pull the lever that was right in vault %d."}]</answer>'
 
@@ -61,7 +62,10 @@ def compute(pipe: Any, seed: int) -> None:
             [chosen] = rng.choices(range(len(answers)), chances)
             result = chosen, math.log(chances[chosen] / sum(chances))
         elif method == "update_weight":
-            time.sleep(UPDATE_S)
+            while HOLD and os.path.isdir(HOLD):
+                with suppress(FileNotFoundError):
+                    Path(HOLD, str(os.getpid())).touch()
+                time.sleep(0.05)
             weights = arguments[0]
         pipe.send((number, result))
 
