@@ -89,6 +89,19 @@ def study_cell(
     )
 
 
+def test_two_recipes_are_compared_under_the_arms_and_seeds_asked_for() -> None:
+    cells = [study_cell("complementary", s, {"off": 0.1, "frozen": 0.5}) for s in (0, 1)]
+    cells += [study_cell("grpo", s, {"off": share}) for s, share in ((0, 0.2), (1, 0.4), (2, 0.9))]
+    sides = (("complementary", "frozen"), ("grpo", "off"))
+    both = study_tables.compare(cells, "vault", sides).splitlines()
+    assert both[0].startswith("complementary, frozen: 50 % [") and both[0].endswith("(50, 50)")
+    assert both[1].startswith("grpo, off: 50 % [") and both[1].endswith("(20, 40, 90)")
+    assert both[2].startswith("difference: +20 [") and both[2].endswith("common seeds: 2")
+    assert "difference: +10 [" in study_tables.compare(cells, "vault", sides, [1])
+    with pytest.raises(ConfigError, match="of grpo in vault under the arm on, found none"):
+        study_tables.compare(cells, "vault", (sides[0], ("grpo", "on")))
+
+
 @pytest.fixture
 def finished(tmp_path: Path) -> Path:
     """Two recipes with two seeds in one environment."""

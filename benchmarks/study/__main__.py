@@ -3,6 +3,7 @@
     python -m benchmarks.study run [--recipes ...] [--environments ...] [--seeds 5] [--jobs 2]
         [--minutes M]
     python -m benchmarks.study table
+    python -m benchmarks.study compare ENVIRONMENT RECIPE ARM RECIPE ARM [--seeds 1 2 3]
 
 `run` may be stopped and started again: a finished cell is a small file below ``--results``, and is
 not run again. Cells are taken seed by seed, so that a study that is stopped has complete seeds. A
@@ -18,10 +19,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from benchmarks.study.cells import RESULTS
+from benchmarks.study.cells import RESULTS, read_cells
 from benchmarks.study.runs import finish_cell, order, run
 from benchmarks.study.setups import ENVIRONMENTS
-from benchmarks.study.tables import table
+from benchmarks.study.tables import compare, table
 from experiential.cli.errors import exit_code
 
 
@@ -55,7 +56,13 @@ def arguments() -> argparse.ArgumentParser:
     one.add_argument("overrides", nargs="*", metavar="key=value")
     one.add_argument("--keep", type=Path, help=folder)
     shown = commands.add_parser("table", help="write the tables and the picture")
-    for command in (chosen, one, shown):
+    two = commands.add_parser("compare", help="print success of two recipes, and the difference")
+    two.add_argument("environment", choices=list(ENVIRONMENTS))
+    for side in ("first", "second"):
+        two.add_argument(f"{side}_recipe", metavar="RECIPE")
+        two.add_argument(f"{side}_arm", metavar="ARM")
+    two.add_argument("--seeds", type=int, nargs="+", help="training seeds; all, if not given")
+    for command in (chosen, one, shown, two):
         command.add_argument("--results", type=Path, default=RESULTS)
     return parser
 
@@ -88,6 +95,11 @@ def execute(options: argparse.Namespace) -> int:
             options.overrides,
             options.keep,
         )
+    elif options.command == "compare":
+        first = options.first_recipe, options.first_arm
+        second = options.second_recipe, options.second_arm
+        cells = read_cells(options.results)
+        print(compare(cells, options.environment, (first, second), options.seeds))
     else:
         table(options.results)
     return 0

@@ -25,6 +25,7 @@ from benchmarks.study.setups import (
 )
 from experiential.config import Arm
 from experiential.envs import random_agent
+from experiential.errors import ConfigError
 from experiential.evaluation.card import (
     ARMS,
     DIFFERENCES,
@@ -401,6 +402,39 @@ def beside_trained(
         arm = compared_arm(place, made)
         mine, theirs = ([one for one in some if one.arm == arm] for some in (made, base))
         yield place, name, arm, mine, main, theirs
+
+
+def compare(
+    cells: Sequence[StudyCell],
+    environment: str,
+    sides: Sequence[tuple[str, str]],
+    seeds: Sequence[int] | None = None,
+) -> str:
+    """Return success on later visits of two recipes, each under an arm, and their difference.
+
+    Args:
+        cells: finished cells.
+        environment: of both.
+        sides: recipe and arm, twice.
+        seeds: training seeds to look at; None for all.
+
+    Raises:
+        ConfigError: one of them was not played.
+    """
+    lines, played = list[str](), list[list[Cell]]()
+    for recipe, arm in sides:
+        chosen = [c for c in cells if (c.environment, c.recipe) == (environment, recipe)]
+        chosen = [c for c in chosen if seeds is None or c.seed in seeds]
+        played.append([one for cell in chosen for one in cell.arms if one.arm == arm])
+        if not played[-1]:
+            raise ConfigError(
+                f"Expected finished cells of {recipe} in {environment} under the arm {arm}, found"
+                " none; see table.md for what was played"
+            )
+        each = ", ".join(f"{100 * one.later().mean():.0f}" for one in played[-1])
+        lines.append(f"{recipe}, {arm}: {show_percent(rate(played[-1]))} ({each})")
+    gap, common = difference(*played)
+    return "\n".join([*lines, f"difference: {gap} points, common seeds: {common}"])
 
 
 def rate(cells: Sequence[Cell]) -> Interval:
